@@ -1,5 +1,4 @@
-"""The entry point of hangwatch in a training process: torch calls `activate` at the end of ``import
-torch``.
+"""The entry point of hangwatch in a training process: ``import torch`` ends by calling `activate`.
 
 The module imports almost nothing: without HANGWATCH_URL, `activate` returns immediately and leaves
 no trace. It never raises, since an error here would make ``import torch`` fail.
@@ -25,7 +24,10 @@ def activate() -> None:
     """Starts recording if the environment says so. A second call has no effect."""
     global _activated
     if not is_enabled():
-        _unload_modules()
+        imported = {name for name in sys.modules if name.partition(".")[0] == "hangwatch"}
+        if imported == set(_OWN_MODULES):  # they were imported to find this function
+            for name in _OWN_MODULES:
+                del sys.modules[name]
         return
     if _activated:
         return
@@ -48,13 +50,3 @@ def activate() -> None:
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",
             file=sys.stderr,
         )
-
-
-def _unload_modules() -> None:
-    """Removes the modules that were imported to find this function, unless the process has imported
-    others of hangwatch.
-    """
-    imported = {name for name in sys.modules if name.partition(".")[0] == "hangwatch"}
-    if imported == set(_OWN_MODULES):
-        for name in _OWN_MODULES:
-            del sys.modules[name]

@@ -1,6 +1,4 @@
-"""The declarations of the training script: phases, steps, and communication outside
-torch.distributed.
-"""
+"""The declarations of the script: phases, steps, and communication outside torch.distributed."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ if TYPE_CHECKING:
 MAX_PHASE_LIMIT_S = 1e8
 MAX_STEP = 1 << 60
 
-# The name of the communicator, and its members: None for all ranks, or the identity of a foreign
-# group.
+# The communicator's name, and its members (None: all ranks) or the identity of a foreign group.
 DeclaredKey = tuple[str, tuple[int, ...] | str | None]
 
 
@@ -49,9 +46,7 @@ class AnnotatedRank(Protocol):
 
 
 class UserAnnotations:
-    """Implements `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`. No error of ours
-    reaches the script.
-    """
+    """Implements the functions of `hangwatch`. No error of ours reaches the script."""
 
     def __init__(self, rank: AnnotatedRank) -> None:
         self._rank = rank
@@ -64,8 +59,8 @@ class UserAnnotations:
 
     def _enter_phase(self, name: str, limit: float | None) -> None:
         number = self._rank.ring.intern_site({"phase": name[:120]})
-        limit_ns = int(min(limit, MAX_PHASE_LIMIT_S) * 1e9) if limit else 0
-        self._phases.append((number, monotonic_ns(), limit_ns))
+        limit_s = min(limit or 0, MAX_PHASE_LIMIT_S)
+        self._phases.append((number, monotonic_ns(), int(limit_s * 1e9)))
         self._write_phase()
 
     def leave_phase(self, token: Any) -> None:
@@ -107,11 +102,8 @@ class UserAnnotations:
         if isinstance(group, str) or (group is None and (ranks is not None or not has_world)):
             members = None if ranks is None else tuple(ranks)
             return self._get_declared_stream(group or DECLARED_BACKEND, members)
-        pg = dist.group.WORLD if group is None else group
         groups = self._rank.recorder.groups
-        track = groups.tracks.get(id(pg))
-        if track is None or track.group_ref() is not pg:
-            track = groups.open_group(pg)
+        track = groups.find_group(dist.group.WORLD if group is None else group)
         # A wait of the host in a call on a device is not observable. In the stream of such calls a
         # declared call would not be seen to wait either, so it gets a stream of its own.
         if not track.has_device_backend:
@@ -119,11 +111,10 @@ class UserAnnotations:
         name = f"{track.group.desc} {track.group.name}"
         if not track.group.foreign:
             return self._get_declared_stream(name, track.group.ranks)
+        declared = replace(track.group, desc=name, backend=DECLARED_BACKEND)
         key = name, track.group.foreign
-        if key not in self._declared_streams:
-            declared = replace(track.group, desc=name, backend=DECLARED_BACKEND)
-            groups.open_stream_once(self._declared_streams, key, StreamKind.COLLECTIVE, declared)
-        return self._declared_streams[key]
+        streams = self._declared_streams
+        return groups.open_stream_once(streams, key, StreamKind.COLLECTIVE, declared)
 
     def _get_declared_stream(
         self, name: str, ranks: tuple[int, ...] | None
@@ -132,23 +123,23 @@ class UserAnnotations:
         streams = self._declared_streams
         if (name, ranks) in streams:
             return streams[name, ranks]
-        own_rank = self._rank.rank
-        all_ranks = range(self._rank.world_size)
-        members = RankTuple(sorted({int(rank) for rank in (all_ranks if ranks is None else ranks)}))
-        if own_rank not in members:
-            streams[name, ranks] = None
-            faults.record_message(
-                f"rank {own_rank} makes calls of {name!r}, whose ranks are"
-                f" {pack_ranks(members) or 'none'}: these are not watched"
-            )
-            return None
-        if (name, members) not in streams:
-            groups = self._rank.recorder.groups
+        if ranks is None:
+            members = RankTuple(range(self._rank.world_size))
+        else:
+            members = RankTuple(sorted({int(rank) for rank in ranks}))
+        if self._rank.rank in members:
             group = Group(
                 name=name, desc=name, ranks=members, backend=DECLARED_BACKEND, generation=0
             )
-            groups.open_stream_once(streams, (name, members), StreamKind.COLLECTIVE, group)
-        streams[name, ranks] = streams[name, members]
+            streams[name, ranks] = self._rank.recorder.groups.open_stream_once(
+                streams, (name, members), StreamKind.COLLECTIVE, group
+            )
+        else:
+            streams[name, ranks] = None
+            faults.record_message(
+                f"rank {self._rank.rank} makes calls of {name!r}, whose ranks are"
+                f" {pack_ranks(members) or 'none'}: these are not watched"
+            )
         return streams[name, ranks]
 
     def _write_phase(self) -> None:

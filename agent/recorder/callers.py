@@ -26,8 +26,8 @@ from .writer import RingWriter
 _PENDING_CALLS = ("isend", "irecv")
 _WRAPPERS = ("func_wrapper", "wrapper")  # torch/distributed/c10d_logger.py
 _MAX_CACHED = 4096  # code objects; beyond that all caches are cleared
-# The origins of a frame's code, as `CodeOrigin` in native/call_sites.h. Machinery is torch, the
-# standard library and this package.
+# The origins of a frame's code, as `CodeOrigin` in native/call_sites.h. Machinery is torch and the
+# standard library, and this package.
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 _STDLIB = sysconfig.get_path("stdlib")
 _OWN_DIR = os.path.join(os.path.dirname(__file__), "")
@@ -39,9 +39,7 @@ ReduceOpReader = Callable[[Any, FrameType], "int | None"]
 
 @functools.cache
 def find_quick_callers() -> dict[int, CodeType]:
-    """The code of torch.distributed's functions that call with one tensor and have their arguments
-    in ``group`` and ``op``, by its id.
-    """
+    """The code of torch.distributed's functions of one tensor, ``group`` and ``op``, by its id."""
     names = [op for op, spec in OPERATIONS.items() if spec.passes_one_tensor]
     logged = find_logged_callers()
     return {
@@ -53,9 +51,7 @@ def find_quick_callers() -> dict[int, CodeType]:
 
 @functools.cache
 def find_logged_callers() -> dict[int, CodeType]:
-    """The code of torch.distributed's functions that run inside exactly one wrapper of torch's, its
-    logger's, by its id.
-    """
+    """The code of torch.distributed's functions that only torch's logger wraps, by its id."""
     from torch.distributed import distributed_c10d as c10d
 
     codes: dict[int, CodeType] = {}
@@ -71,8 +67,8 @@ def find_logged_callers() -> dict[int, CodeType]:
 
 @functools.cache
 def find_named_reduce_ops() -> dict[int, int]:
-    """The numbers of the reduce ops that exist as long as the process does, such as
-    ``ReduceOp.SUM``, by id. Others hold data of the job, such as the factor of a premultiplied sum.
+    """The numbers of the reduce ops that are never deleted, such as ``ReduceOp.SUM``, by id. Others
+    hold data of the job, such as the factor of a premultiplied sum.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -83,12 +79,10 @@ def find_named_reduce_ops() -> dict[int, int]:
 @functools.cache
 def make_reduce_op_reader() -> ReduceOpReader:
     """Makes a function that returns the number of a reduce op, from the boxed object and the
-    calling frame; None where this torch has no way to read it (such as 2.6 and 2.9, in calls from
-    C++).
+    calling frame; None where this torch cannot read it (such as 2.6 and 2.9, in calls from C++).
 
-    Reading the boxed object takes 1.7 microseconds, and these versions cannot. If the caller is one
-    of torch.distributed's own functions, its argument ``op`` is read instead, in a tenth of that
-    time.
+    Reading the boxed object takes 1.7 microseconds. If the caller is one of torch.distributed's own
+    functions, its argument ``op`` is read instead, in a tenth of that time.
     """
     import torch
 
@@ -111,19 +105,13 @@ def find_caller() -> FrameType:
     """The frame that called the function that calls this one. In a thread of C++, where no Python
     function did, it is the frame of the function itself.
 
-    The frame is to be passed on, not kept: a local variable that held its own frame would be a
-    reference cycle, which keeps the arguments of the call until a garbage collection.
+    Pass the frame on instead of keeping it: a local variable with its own frame is a reference
+    cycle, which keeps the arguments of the call until a garbage collection.
     """
     try:
         return sys._getframe(2)
     except ValueError:
         return sys._getframe(1)
-
-
-def skip_logger_frames(caller: FrameType) -> FrameType:
-    """The caller of the function that torch has wrapped to log its calls."""
-    wrapper = caller.f_back
-    return (wrapper and wrapper.f_back) or caller
 
 
 def is_left_pending(caller: FrameType) -> bool:
@@ -151,16 +139,12 @@ def _find_codes(names: list[str]) -> list[CodeType]:
 
 
 class CallSites:
-    """Finds and interns call sites. Each code object is classified once; after that, a frame costs
-    one dictionary look-up.
-    """
+    """Finds and interns call sites. Each code object is classified once."""
 
     def __init__(
         self, ring: RingWriter, on_origin: Callable[[int, int | None], None] | None = None
     ) -> None:
-        """``on_origin(id(code), origin)`` is called for each code object that is classified; an
-        origin of None revokes all earlier ones.
-        """
+        """``on_origin(id(code), origin)`` is called for each new code object; None revokes all."""
         self._ring = ring
         self._on_origin = on_origin
         # The origin of each code object by its id, which is unique while the object is kept here.
@@ -179,9 +163,7 @@ class CallSites:
         self._library_parts = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
     def get_cached_site(self, frame: FrameType) -> int:
-        """The site's number if the frame itself is the user's and its site is interned, else 0.
-        This is faster than `find_site`.
-        """
+        """A faster `find_site`: it returns 0 if the frame is not the user's, or its site is new."""
         number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
         return number if number and self._ring.is_site_fresh(number) else 0
 
@@ -213,10 +195,8 @@ class CallSites:
             return number
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has only the latter
-        number = self._ring.intern_site(
-            {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
-        )
-        self._site_numbers[key] = number
+        site = {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
+        number = self._site_numbers[key] = self._ring.intern_site(site)
         return number
 
     def _classify_code(self, code: CodeType) -> int:
@@ -226,23 +206,22 @@ class CallSites:
             self._user_site_numbers.clear()
             if self._on_origin is not None:
                 self._on_origin(0, None)
-        origin = self._classify_file(code.co_filename)
+        file = code.co_filename
+        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
+            origin = _MACHINERY
+        elif any(part in file for part in self._library_parts):
+            origin = _LIBRARY
+        else:
+            origin = _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER
         self._origins[id(code)] = (origin, code)
         if self._on_origin is not None:
             self._on_origin(id(code), origin)
         return origin
 
-    def _classify_file(self, file: str) -> int:
-        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
-            return _MACHINERY
-        if any(part in file for part in self._library_parts):
-            return _LIBRARY
-        return _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER
-
 
 def inspect_thread(thread: int) -> tuple[bool, bool]:
-    """Whether the thread is in torch.distributed, and whether it is in code of its own rather than
-    in a wait of the standard library or in autograd.
+    """Whether the thread is in torch.distributed, and whether it is in code of its own: not in a
+    wait of the standard library, and not in autograd.
     """
     frame = find_frame(thread)
     # Our code runs inside a call: the frame below it shows where the thread is.
@@ -258,15 +237,14 @@ def inspect_thread(thread: int) -> tuple[bool, bool]:
 def find_frame(thread: int) -> FrameType | None:
     """The innermost frame of another thread; None if the thread has ended.
 
-    `sys._current_frames` returns the frame of this function as well. A local variable that held its
+    `sys._current_frames` returns the frame of this function as well. A local variable with its
     result would therefore be a reference cycle, which keeps the frames of all threads, and all of
     their local variables, until a garbage collection.
 
     Python 3.11 creates objects there while it holds the lock of its list of threads. If a garbage
     collection runs a destructor that releases the GIL, as torch's do, and the thread that gets the
-    GIL starts or ends a thread, the process is deadlocked
-    (https://github.com/python/cpython/issues/106883; the last releases of 3.11 do the same as
-    here).
+    GIL starts or ends a thread, the process is deadlocked. The last releases of 3.11 do the same as
+    here (https://github.com/python/cpython/issues/106883).
     """
     if not (_NEEDS_GC_PAUSE and gc.isenabled()):
         return sys._current_frames().get(thread)

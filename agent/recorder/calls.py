@@ -3,9 +3,8 @@
 Every call of every rank pays for this code, so known values are looked up instead of computed.
 
 A call that raises an exception before it communicates is no call to the peers: the script may catch
-the exception and make the call again. gloo and NCCL check the arguments of a call before they queue
-it, and report later failures when the Work is waited for, or by an exception of a type of their
-own.
+the exception and make the call again. gloo and NCCL check the arguments before they queue a
+call, and report later failures when the Work is waited for, or by an exception of their own type.
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS, MustMatch, Ope
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
-from .callers import (
-    ReduceOpReader,
-    find_named_reduce_ops,
-    is_left_pending,
-    make_reduce_op_reader,
-)
+from .callers import ReduceOpReader, find_named_reduce_ops, is_left_pending, make_reduce_op_reader
+from .faults import Arguments
 from .groups import GroupTrack
 from .recorder import MAX_CACHED_CALLS, Recorder, call_caches
 from .streams import CallDetails, CompletionMode, EnteredCall, StreamRecorder
@@ -41,13 +36,13 @@ from .writer import RingWriter
 
 _MAX_SHAPES = 8  # tensors of a list whose shapes are kept
 _COMPARED_PER_END = 32  # tensors at either end of a longer list; its length is always compared
-_ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
-_ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
-_REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _unbox_group = ProcessGroup.unbox
 _NAMESPACE = "c10d::"
-_GROUP_TYPE, _WORK_TYPE, _REDUCE_OP_TYPE = "c10d.ProcessGroup", "c10d.Work", "c10d.ReduceOp"
-_CHECKING_BACKENDS = frozenset({"gloo", "nccl"})
+_GROUP_TYPE = "c10d.ProcessGroup"
+_WORK_TYPE = "c10d.Work"
+_REDUCE_OP_TYPE = "c10d.ReduceOp"
+_CHECKING_BACKENDS = ("gloo", "nccl")
 # The exceptions that torch raises for wrong arguments, whichever backend is used.
 _ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, NotImplementedError)
 # Parts of the messages of RuntimeErrors that are no check of an argument: gloo's own errors, which
@@ -71,25 +66,25 @@ class CallReader:
         read_reduce_op: ReduceOpReader | None = None,
     ) -> None:
         self.spec = spec
-        names = [argument.name for argument in schema.arguments]
-
-        def index_of(name: str) -> int:
-            return names.index(name) if name in names else -1
-
+        indices: dict[str, int] = {}
+        for index, argument in enumerate(schema.arguments):
+            indices[argument.name] = index
         self._group_index = find_group_index(schema)
-        self.tensors_index = index_of(spec.tensors_arg or "tensor")
+        self.tensors_index = indices.get(spec.tensors_arg or "tensor", -1)
         self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
         self.reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
-        self.root_index = index_of("root_rank")
+        self.root_index = indices.get("root_rank", -1)
         # A receive from any source has no peer.
-        self._peer_index = index_of("dst" if spec.p2p_role is P2pRole.SEND else "src")
-        self._tag_index = index_of("tag")
+        self._peer_index = indices.get("dst" if spec.p2p_role is P2pRole.SEND else "src", -1)
+        self._tag_index = indices.get("tag", -1)
         self._split_indices: tuple[int, int] | None = None
         if spec.split_args:
-            self._split_indices = index_of(spec.split_args[0]), index_of(spec.split_args[1])
-        self._output_index = index_of("output")
-        self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
+            sent_arg, received_arg = spec.split_args
+            self._split_indices = indices.get(sent_arg, -1), indices.get(received_arg, -1)
+        self._output_index = indices.get("output", -1)
+        # torch 2.6 and 2.7 know only the second name, on few operators.
+        self._async_index = indices.get("async_op", indices.get("asyncOp", -1))
         self.is_p2p = spec.is_p2p
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
         # The keys hold everything that is in a signature.
@@ -100,16 +95,15 @@ class CallReader:
     def enter_call(
         self,
         recorder: Recorder,
-        args: tuple[Any, ...],
+        args: Arguments,
         caller: FrameType,
         site_frame: FrameType,
         plan_key: Any = None,
         reduce_op: Any = None,
     ) -> EnteredCall | None:
-        """Records the call, and plans the next calls that have this ``plan_key``; None if it is not
-        watched.
+        """Records the call, if it is watched, and plans the next calls with this ``plan_key``.
 
-        The search for its site begins at ``site_frame``. Trailing arguments that have their default
+        The search for its site begins at ``site_frame``. Trailing arguments with their default
         value are absent from ``args``. The key has the id of the Python object ``reduce_op``.
         """
         details = self.read_call(recorder, args, caller)
@@ -137,7 +131,7 @@ class CallReader:
         return bool(recorder.sites.get_cached_site(site_frame))
 
     def read_call(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
+        self, recorder: Recorder, args: Arguments, caller: FrameType
     ) -> CallDetails | None:
         """The details of the call; None if it is not watched."""
         track = self.open_track(recorder, args)
@@ -169,52 +163,47 @@ class CallReader:
             self._interned_signatures[key] = interned
         signature, agree, size = interned
         peer, tag = -1, 0
-        stream: StreamRecorder | None
+        stream = track.collective_stream
         if self.is_p2p:
             peer = args[self._peer_index] if self._peer_index >= 0 else -1
             tag = args[self._tag_index] if self._tag_index >= 0 else 0
             stream = recorder.groups.get_channel(track, self._p2p_kind, peer, tag)
-        else:
-            stream = track.collective_stream
         if stream is None:
             return None
         flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
         return stream, agree, signature, size, peer, tag, flags, blocks, mode
 
-    def open_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
+    def open_track(self, recorder: Recorder, args: Arguments) -> GroupTrack | None:
         """The group of a call, which is opened at its first call; None if the call has no group."""
         if self._tensor_indices is not None and not self._has_group(args):
             return None
-        pg = _unbox_group(args[self._group_index])
-        track = recorder.groups.tracks.get(id(pg))
-        if track is None or track.group_ref() is not pg:
-            track = recorder.groups.open_group(pg)
-        return track
+        return recorder.groups.find_group(_unbox_group(args[self._group_index]))
 
     def _find_completion(
         self,
         track: GroupTrack,
         stream: StreamRecorder,
         first: Any,
-        args: tuple[Any, ...],
+        args: Arguments,
         caller: FrameType,
     ) -> tuple[int, bool, int]:
         """(flags, whether the calling thread blocks, completion mode)"""
         spec = self.spec
         if track.has_device_backend and first is not None and not first.is_cpu:
             stream.mark_completion_unknown()
-            flags = _ASYNC if self.is_p2p and is_left_pending(caller) else 0
-            return flags, False, int(CompletionMode.UNOBSERVABLE)
+            flags = RecordFlag.ASYNC if self.is_p2p and is_left_pending(caller) else 0
+            return flags, False, CompletionMode.UNOBSERVABLE
         # Nothing will report that the thread has left the call.
         if spec.silent_backends and track.runs_on(spec.silent_backends):
-            return 0, False, int(CompletionMode.NEXT)
-        mode = int(CompletionMode.WORK if spec.returns_work else CompletionMode.RETURN)
+            return 0, False, CompletionMode.NEXT
+        mode = CompletionMode.WORK if spec.returns_work else CompletionMode.RETURN
         if self._async_index >= 0:
-            is_async = len(args) <= self._async_index or args[self._async_index]
-            return (_ASYNC, False, mode) if is_async else (_BLOCKING, True, mode)
-        return (0 if spec.returns_work else _BLOCKING), False, mode
+            if len(args) <= self._async_index or args[self._async_index]:
+                return RecordFlag.ASYNC, False, mode
+            return RecordFlag.BLOCKING, True, mode
+        return 0 if spec.returns_work else RecordFlag.BLOCKING, False, mode
 
-    def find_failure_rule(self, recorder: Recorder, args: tuple[Any, ...]) -> FailureRule:
+    def find_failure_rule(self, recorder: Recorder, args: Arguments) -> FailureRule:
         """Finds which exceptions show that the call, which was entered, did not communicate."""
         track = self.find_track(recorder, args) if self._has_group(args) else None
         # torch compares the calls of all members first at debug level DETAIL, and raises an
@@ -222,20 +211,20 @@ class CallReader:
         is_compared = get_debug_level() == DebugLevel.DETAIL
         if track is None or is_compared or not self.spec.returns_work:
             return FailureRule.NONE
-        parts = track.group.backend.split(",")
-        backends = {part.rpartition(":")[2] for part in parts}
-        only_checking = backends <= _CHECKING_BACKENDS
-        return FailureRule.CHECKS if only_checking else FailureRule.ARGUMENT_ERRORS
+        for part in track.group.backend.split(","):
+            if part.rpartition(":")[2] not in _CHECKING_BACKENDS:
+                return FailureRule.ARGUMENT_ERRORS
+        return FailureRule.CHECKS
 
-    def find_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
+    def find_track(self, recorder: Recorder, args: Arguments) -> GroupTrack | None:
         """The group of a call that was entered."""
         return recorder.groups.tracks.get(id(_unbox_group(args[self._group_index])))
 
-    def read_reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
+    def read_reduce_op(self, args: Arguments, caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_index], caller)
 
-    def choose_native_mode(self, recorder: Recorder, mode: int, args: tuple[Any, ...]) -> int:
+    def choose_native_mode(self, recorder: Recorder, mode: int, args: Arguments) -> int:
         """How the native recorder detects the completion of a call with this `CompletionMode`.
 
         It publishes the time of completion of collectives: by default on gloo; with
@@ -250,7 +239,7 @@ class CallReader:
             return CompletionMode.REPORTED_TIMED if is_timed else CompletionMode.REPORTED
         return CompletionMode.TIMED if is_timed and setting == "1" else mode
 
-    def _has_group(self, args: tuple[Any, ...]) -> bool:
+    def _has_group(self, args: Arguments) -> bool:
         """Whether the group, which is an optional argument of some operators, is given."""
         return self._group_index < len(args) and args[self._group_index] is not None
 
@@ -260,7 +249,7 @@ class CallReader:
         first: Any,
         reduce_op: int | None,
         root: int | None,
-        args: tuple[Any, ...],
+        args: Arguments,
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
@@ -281,38 +270,42 @@ class CallReader:
         splits: Any,
     ) -> InternedSignature:
         """Interns a signature that is new or was overwritten. ``first`` is the first tensor."""
-        has_tensors = first is not None and (self.spec.tensors_arg or self.spec.is_generic)
-        flat = flatten_tensors(tensors) if has_tensors else []
-        numels = (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
+        flat: list[Any] = []
+        dtype = None
+        must_match = self.spec.must_match
+        if first is not None and (self.spec.tensors_arg or self.spec.is_generic):
+            flat = flatten_tensors(tensors)
+            dtype = str(first.dtype).removeprefix("torch.")
+        else:
+            must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
+        numels = [tensor.numel() for tensor in select_ends(flat)]
         shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
         if len(flat) > _MAX_SHAPES:
             shapes.append(())
         reduce_op_name = None
         if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
-            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
+            reduce_op_name = _REDUCE_OPS[reduce_op]
         signature = Signature(
             op=self.spec.op,
             shapes=tuple(shapes),
-            dtype=str(first.dtype).removeprefix("torch.") if flat else None,
+            dtype=dtype,
             reduce_op=reduce_op_name,
             root=root,
             splits=splits,
-            numel=sum(numels[1:]),
+            numel=sum(numels),
         )
-        must_match = self.spec.must_match
-        if not flat:
-            must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
-        signature = with_agreement_hash(signature, must_match, numels)
+        signature = with_agreement_hash(signature, must_match, (len(flat), *numels))
         number = ring.intern_signature(encode_signature(signature))
         # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
         size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
         return number, signature.agree, size
 
-    def _read_split_sizes(self, args: tuple[Any, ...]) -> Any:
+    def _read_split_sizes(self, args: Arguments) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""
         if self._split_indices is None or find_first_tensor(args[self.tensors_index]) is None:
             return None
-        sent, received = args[self._split_indices[0]], args[self._split_indices[1]]
+        sent = args[self._split_indices[0]]
+        received = args[self._split_indices[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
         return (
@@ -376,8 +369,7 @@ def iter_communicating_operators() -> Iterator[TorchOperator]:
         if base_name in LOCAL_OPERATORS or find_group_index(overload._schema) < 0:
             continue
         if any(argument.kwarg_only for argument in overload._schema.arguments):
-            # A kernel gets such arguments by name, and operators without them must not pay for
-            # that.
+            # A kernel gets such arguments by name, for which other operators must not pay.
             faults.record_message(f"calls of {qualified_name} are not watched: {overload._schema}")
             continue
         spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
@@ -423,9 +415,7 @@ def _find_type(values: Any, type_name: str) -> int:
 
 
 class FailureRule(enum.IntEnum):
-    """The exceptions of a call that show that it did not communicate. The numbers are part of the
-    plans that the native recorder gets.
-    """
+    """The exceptions that show that a call did not communicate. Native plans have the numbers."""
 
     NONE = 0
     ARGUMENT_ERRORS = 1  # the exceptions that torch raises for wrong arguments
@@ -439,15 +429,14 @@ class FailureOutcome(enum.IntEnum):
 
 
 def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:
-    """Decides whether a call had communicated when an exception left its operator;
-    native/failures.h does the same in C++. The first entry of the exception's traceback is the
-    kernel's.
+    """Decides whether a call had communicated when an exception left its operator, as does
+    native/failures.h. The first entry of the exception's traceback is the kernel's.
     """
     if rule is FailureRule.NONE or not isinstance(error, Exception):
         return FailureOutcome.COMMUNICATED
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        # Python code raised it: a backend in Python, or a signal handler that ran after the
-        # operator.
+        # Python code raised it: a signal handler that ran after the operator, or, unless only
+        # backends that check arguments are in use, a backend in Python.
         is_handler = rule is FailureRule.CHECKS
         return FailureOutcome.COMMUNICATED if is_handler else FailureOutcome.UNKNOWN
     if isinstance(error, _ARGUMENT_ERRORS):

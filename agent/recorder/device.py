@@ -1,17 +1,15 @@
 """Copies the counters of torch's Flight Recorder into the ring: the progress of the device.
 
 NCCL's calls return before the device has begun them, so the calls of a rank show little of what its
-device does. The Flight Recorder counts, for each process group, the collectives that were
-enqueued, started and completed; the backend's own watchdog keeps the counts. Reading them without
-the recorded calls takes below a millisecond and neither queries the device nor waits for it.
-
-The counters are read rarely while the process makes calls, and each second while it makes none and
-something is unfinished, or may be: see `ReadingSchedule`.
+device does. The backend's watchdog counts the collectives of each process group that were enqueued,
+started and completed. Reading these counters without the recorded calls takes below a millisecond,
+and neither queries the device nor waits for it. They are read rarely while the process makes calls,
+and each second while it makes none and something is or may be unfinished: see `ReadingSchedule`.
 
 ProcessGroupNCCL has a Flight Recorder of its own, and its backend object has the number of the
-group in it. From 2.15 on, torch records the calls of another backend by a hook on its process
-group. `nccl2`, the default for NCCL, is such a backend. The counters of a group have the number of
-its hook: its position in the order in which this process attached hooks, from 0 (``next_pg_id`` in
+group in it. From 2.15 on, torch records the calls of other backends, such as `nccl2`, the default
+for NCCL, by a hook on the process group. A group's counters have the number of its hook: its
+position in the order in which this process attached hooks, from 0 (``next_pg_id`` in
 torch/csrc/distributed/c10d/hooks/FlightRecorderHook.cpp). Neither the hook nor the backend reports
 the number, so hooks are counted here as they are attached.
 """
@@ -30,7 +28,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
-from hangwatch.ring.layout import DEVICE_SLOTS, DeviceStatusState, LiveWord
+from hangwatch.ring.layout import DEVICES, DeviceStatusState, LiveWord
 from hangwatch.ring.parts import DeviceEntry
 
 from . import faults
@@ -70,8 +68,7 @@ class FlightRecorderStatus:
     """The counters of all process groups of this process."""
 
     is_enabled: bool  # the buffer exists, without which nothing is counted
-    # The communicators were queried for their state as well, which may block if one of them hangs.
-    # Builds with NCCLX do that.
+    # Builds with NCCLX query the communicators as well, which may block if one of them hangs.
     queried_communicators: bool = False
     # A group is absent until its first collective is enqueued.
     counters: Mapping[CounterKey, Counters] = field(default_factory=dict)
@@ -120,19 +117,17 @@ def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
 
 
 def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
-    """The counters of a group whose calls are numbered from 1, with -1 for "none", as
-    ProcessGroupNCCL does.
-    """
+    """The counters as in ProcessGroupNCCL, which counts from 1; -1 means none."""
     enqueued = int(status["last_enqueued_collective"])
     completed = int(status["last_completed_collective"])
     if recorder == OWN_RECORDER:
         return enqueued, int(status["last_started_collective"]), completed
     # Hooks count from 0, and do not see when a collective begins.
-    return (
-        enqueued + 1 if enqueued >= 0 else -1,
-        None,
-        completed + 1 if completed >= 0 else -1,
-    )
+    if enqueued >= 0:
+        enqueued += 1
+    if completed >= 0:
+        completed += 1
+    return enqueued, None, completed
 
 
 @dataclass(slots=True)
@@ -148,7 +143,8 @@ class ReadingSchedule:
 
     def is_due(self, call_count: int, now_ns: int) -> bool:
         if call_count != self._call_count:
-            self._call_count, self._last_call_ns = call_count, now_ns
+            self._call_count = call_count
+            self._last_call_ns = now_ns
         has_new_calls = call_count != self._call_count_read
         if not has_new_calls and not self._is_unfinished:
             return False
@@ -157,15 +153,14 @@ class ReadingSchedule:
         return now_ns - self._read_ns >= max(interval_ns, self._cost_ns / MAX_LOAD)
 
     def record_reading(self, now_ns: int, cost_ns: int, *, is_unfinished: bool) -> None:
-        self._read_ns, self._cost_ns = now_ns, cost_ns
+        self._read_ns = now_ns
+        self._cost_ns = cost_ns
         self._call_count_read = self._call_count
         self._is_unfinished = is_unfinished
 
 
 class DeviceStatusReader:
-    """Writes the counters into the ring, in the poller's thread. In a job without a backend that
-    has counters it does nothing.
-    """
+    """Writes the counters into the ring, in the poller's thread, if a backend has any."""
 
     def __init__(
         self,
@@ -173,12 +168,12 @@ class DeviceStatusReader:
         read_status: Callable[[Iterable[str]], FlightRecorderStatus] = read_flight_recorders,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self._ring, self._recorder = recorder.ring, recorder
+        self._ring = recorder.ring
+        self._recorder = recorder
         self._read_status = read_status
         self._schedule = ReadingSchedule()
-        self._free_slots = list(reversed(range(DEVICE_SLOTS)))
-        # The place of each group's counters, and its slot in the ring if one was free, by the uid
-        # of its stream.
+        self._free_slots = list(reversed(range(DEVICES.count)))
+        # The place of each group's counters, and its slot in the ring if one was free. Keys: uids.
         self._counted_groups: dict[int, tuple[CounterKey, int | None]] = {}
         self._absence = DeviceStatusState.UNSUPPORTED  # the reason why no group has counters
         self._failure_count = 0
@@ -195,9 +190,10 @@ class DeviceStatusReader:
         if not tracks:
             self._schedule.record_reading(now_ns, 0, is_unfinished=False)
             return
+        is_unfinished = False
+        cost_ns = 0
         try:
             self._find_counted_groups(tracks)
-            is_unfinished, cost_ns = False, 0
             if self._counted_groups:
                 is_unfinished, cost_ns = self._read_groups(call_count)
             else:
@@ -206,8 +202,7 @@ class DeviceStatusReader:
             self._failure_count += 1
             self._is_stopped = self._failure_count >= _MAX_FAILURES
             faults.record_fault("reading the device's progress", error)
-            self._schedule.record_reading(now_ns, 0, is_unfinished=True)
-            return
+            is_unfinished = True
         self._schedule.record_reading(now_ns, cost_ns, is_unfinished=is_unfinished)
 
     def _read_groups(self, call_count: int) -> tuple[bool, int]:
@@ -218,12 +213,25 @@ class DeviceStatusReader:
         began_ns = thread_time_ns()
         status = self._read_status(recorders)
         cost_ns = thread_time_ns() - began_ns
-        now_ns, is_unfinished = monotonic_ns(), False
+        now_ns = monotonic_ns()
+        is_unfinished = False
         for uid, (key, slot) in self._counted_groups.items():
-            if (counts := status.counters.get(key)) is not None:
-                is_unfinished |= self._write_counters(uid, slot, counts, now_ns)
-        self._is_stopped = status.queried_communicators
-        if self._is_stopped:
+            if key not in status.counters:
+                continue
+            enqueued, started, completed = status.counters[key]
+            self._records_starts |= started is not None and started >= 0
+            entry = DeviceEntry(
+                uid=uid,
+                enqueued=enqueued,
+                started=started if self._records_starts else None,
+                completed=completed,
+                read_ns=now_ns,
+            )
+            if slot is not None:
+                self._ring.write_device_entry(slot, entry)
+            is_unfinished |= entry.is_behind_host
+        if status.queried_communicators:
+            self._is_stopped = True
             self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
         elif status.is_enabled:
             self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.REPORTED)
@@ -238,7 +246,8 @@ class DeviceStatusReader:
             if slot is not None:
                 self._free_slots.append(slot)
         for track in tracks:
-            stream, group = track.collective_stream, track.group_ref()
+            stream = track.collective_stream
+            group = track.group_ref()
             if stream is None or group is None or stream.uid in self._counted_groups:
                 continue
             key = find_counter_key(group)
@@ -248,26 +257,9 @@ class DeviceStatusReader:
             else:
                 self._absence = key
 
-    def _write_counters(self, uid: int, slot: int | None, counts: Counters, now_ns: int) -> bool:
-        """Writes the counters of a group; returns whether its device is behind the host."""
-        enqueued, started, completed = counts
-        self._records_starts |= started is not None and started >= 0
-        entry = DeviceEntry(
-            uid=uid,
-            enqueued=enqueued,
-            started=started if self._records_starts else None,
-            completed=completed,
-            read_ns=now_ns,
-        )
-        if slot is not None:
-            self._ring.write_device_entry(slot, entry)
-        return entry.is_behind_host
-
 
 def count_attached_hooks() -> None:
-    """Counts the hooks that are attached from now on. Call it before the first group is created. In
-    a torch without such hooks it does nothing.
-    """
+    """Counts the hooks that are attached from now on; call it before a group is created."""
     hook_class = _find_hook_class()
     if hook_class is None or hasattr(hook_class.attach, "__hangwatch__"):
         return

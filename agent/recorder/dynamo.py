@@ -9,7 +9,6 @@ job that never compiles pays nothing for the marks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -22,20 +21,26 @@ Result = TypeVar("Result")
 
 
 def exempt_own_code() -> None:
-    """Marks the code of all modules of this package that are loaded by now, so that Dynamo skips
-    it. What they call is not marked: see `run_uncompiled`.
-    """
-    skip = _make_skip_function()
+    """Makes Dynamo skip the code of our loaded modules; for what it calls, see `run_uncompiled`."""
+    from torch._C._dynamo import eval_frame
+
+    skip_code: Any = getattr(eval_frame, "skip_code", None)  # torch 2.6 and earlier have it
+    if skip_code is None:
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == _PACKAGE and module is not None:
-            for code in _iter_codes(vars(module).values(), name):
-                skip(code)
+        if name.partition(".")[0] != _PACKAGE or module is None:
+            continue
+        for code in _iter_codes(vars(module).values(), name):
+            if skip_code is None:
+                eval_frame.set_code_exec_strategy(code, strategy)
+            else:
+                skip_code(code)
 
 
 def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
-    """Calls the function while Dynamo compiles nothing, not even what the function calls outside
-    this package, and while the job's own ``__torch_function__`` sees no attribute of a tensor that
-    it reads. Costs half a microsecond.
+    """Calls the function while Dynamo compiles nothing, not even what it calls outside this package,
+    and the job's ``__torch_function__`` sees no access to tensors. Costs half a microsecond.
     """
     set_callback, disable_torch_function = _load_switches()
     callback = set_callback(None)
@@ -47,9 +52,7 @@ def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def _iter_codes(values: Any, module_name: str) -> Iterator[CodeType]:
-    """Yields the code of the functions among ``values`` that the module defines, of its classes'
-    methods, and of the functions inside these.
-    """
+    """The code of the module's functions among ``values``, its methods, and functions in these."""
     for value in values:
         if isinstance(value, FunctionType):
             # An imported function belongs to others, as does contextlib's around a context manager.
@@ -71,25 +74,9 @@ def _iter_nested_codes(code: CodeType) -> Iterator[CodeType]:
             yield from _iter_nested_codes(constant)
 
 
-def _make_skip_function() -> Callable[[CodeType], None]:
-    """The function that marks a code object."""
-    from torch._C._dynamo import eval_frame
-
-    if hasattr(eval_frame, "skip_code"):  # torch 2.6 and earlier have it
-        skip: Callable[[CodeType], None] = eval_frame.skip_code
-        return skip
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    return lambda code: eval_frame.set_code_exec_strategy(code, strategy)
-
-
 @functools.cache
-def _load_switches() -> tuple[
-    Callable[[Any], Any], Callable[[], contextlib.AbstractContextManager[object]]
-]:
-    """The function that sets the thread's callback and returns the one before, and the context in
-    which no ``__torch_function__`` is called.
-    """
+def _load_switches() -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    """A function that replaces the thread's callback; a context without ``__torch_function__``."""
     from torch._C import DisableTorchFunction
 
     try:

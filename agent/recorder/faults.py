@@ -13,7 +13,10 @@ from .dynamo import Result, run_uncompiled
 
 MAX_FAULTS = 8  # different messages kept
 
-_fault_counts: dict[str, int] = {}
+Arguments = tuple[Any, ...]
+KeywordArguments = dict[str, Any]
+
+fault_counts: dict[str, int] = {}  # by message
 _listener: Callable[[], None] | None = None
 
 
@@ -23,9 +26,7 @@ def record_fault(where: str, error: BaseException) -> None:
 
 
 def run_guarded(where: str, function: Callable[..., Result], *args: Any) -> Result | None:
-    """Calls the function as `run_uncompiled` does. Returns None if it raised an error, which is ours
-    and is recorded.
-    """
+    """Calls the function as `run_uncompiled` does. Records an error, which is ours; returns None."""
     try:
         return run_uncompiled(function, *args)
     except Exception as error:
@@ -35,14 +36,14 @@ def run_guarded(where: str, function: Callable[..., Result], *args: Any) -> Resu
 
 def record_message(message: str) -> None:
     """Counts a message of ours. The first time, it is written to stderr."""
-    if message in _fault_counts:
-        _fault_counts[message] += 1
-    elif len(_fault_counts) < MAX_FAULTS:
-        _fault_counts[message] = 1
+    if message in fault_counts:
+        fault_counts[message] += 1
+    elif len(fault_counts) < MAX_FAULTS:
+        fault_counts[message] = 1
         # One write keeps the line whole: the output of all ranks goes to the same terminal.
         sys.stderr.write(f"hangwatch: {message}\n")
     else:
-        _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1
+        fault_counts["further faults"] = fault_counts.get("further faults", 0) + 1
     if _listener is not None:
         _listener()
 
@@ -50,11 +51,11 @@ def record_message(message: str) -> None:
 def extend_method(
     owner: Any,
     name: str,
-    after: Callable[[Any, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[Any, Arguments, KeywordArguments], None],
     where: str,
 ) -> None:
-    """Calls ``after(object, args, kwargs)`` after each call of a method of torch, once it has
-    returned. Errors of ``after`` are recorded instead of raised. A method is extended only once.
+    """Calls ``after(object, args, kwargs)`` whenever a method of torch has returned. Errors of
+    ``after`` are recorded instead of raised. A method is extended only once.
     """
     original = getattr(owner, name, None)
     if original is None or hasattr(original, "__hangwatch__"):
@@ -79,9 +80,5 @@ def set_listener(listener: Callable[[], None] | None) -> None:
 def format_lines() -> list[str]:
     return [
         message if count == 1 else f"{message} ({count} times)"
-        for message, count in _fault_counts.items()
+        for message, count in fault_counts.items()
     ]
-
-
-def count_faults() -> int:
-    return sum(_fault_counts.values())

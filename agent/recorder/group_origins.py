@@ -8,6 +8,7 @@ another program: an inference engine that takes the weights of a trainer, for ex
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -24,23 +25,19 @@ from torch.distributed import distributed_c10d as c10d
 
 from hangwatch.model.groups import Group, RankTuple
 
-from .faults import extend_method
+from .faults import Arguments, KeywordArguments, extend_method
 
 _MAX_COUNTED = 1 << 16  # identities; a process that creates more counts again from 1
 _MAX_UNANNOUNCED = 256
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "::", "::1", "")
 _UNKNOWN_PREFIX = "?"
 
-Arguments = tuple[Any, ...]
-KeywordArguments = dict[str, Any]
-
 
 @dataclass(slots=True, eq=False)
 class GroupOrigin:
     """How a process group was created."""
 
-    # The foreign group: its name is a text for people, and its ranks are its own numbers. None if
-    # the group is not foreign.
+    # A foreign group's name is a text for people, and its ranks are its own numbers.
     foreign: Group | None = None
     creation: Any = None  # the call that creates the group, while that lasts
     group_ref: weakref.ref[Any] | None = None
@@ -75,11 +72,20 @@ class WeakTable(Generic[Value]):
         self._entries[number] = weakref.ref(key, remove), value
 
 
+class RankedCreation(threading.local):
+    """The number of functions that number members by ranks that this thread is in.
+
+    A context manager would be seen by Dynamo.
+    """
+
+    depth = 0
+
+
 class OriginTracker:
     """The origins of all process groups of this process."""
 
     def __init__(self) -> None:
-        self._thread_state = threading.local()
+        self.ranked_creation = RankedCreation()
         self._origins: WeakTable[GroupOrigin] = WeakTable()
         self._store_paths: WeakTable[tuple[str, ...]] = WeakTable()
         self._creation_counts: dict[str, int] = {}
@@ -88,25 +94,13 @@ class OriginTracker:
         self._announce: Callable[[GroupOrigin], None] | None = None
         self._complete: Callable[[GroupOrigin, bool], None] | None = None
 
-    def enter_ranked_creation(self) -> int:
-        """Declares that this thread is in a function that numbers members by ranks, until
-        `leave_ranked_creation` is called with the result. A context manager would be seen by
-        Dynamo.
-        """
-        depth: int = getattr(self._thread_state, "depth", 0)
-        self._thread_state.depth = depth + 1
-        return depth
-
-    def leave_ranked_creation(self, depth: int) -> None:
-        self._thread_state.depth = depth
-
     def set_listeners(
         self,
         announce: Callable[[GroupOrigin], None],
         complete: Callable[[GroupOrigin, bool], None],
     ) -> None:
-        """``announce`` is called when a foreign group begins to be created, ``complete`` when it
-        has been created (True) or was given up (False).
+        """``announce`` is called before a foreign group is created, ``complete`` when it has been
+        created (True) or was given up (False).
         """
         self._announce, self._complete = announce, complete
         while self._unannounced:
@@ -124,29 +118,29 @@ class OriginTracker:
         """
         origin = self._origins.get(pg)
         if origin is None:
-            if _is_registered_with_ranks(pg):
-                origin = GroupOrigin()
-            else:
-                origin = self._make_foreign_origin(_read_store(pg), pg.rank(), pg.size())
+            origin = GroupOrigin()
+            if not _is_registered_with_ranks(pg):
+                store = None
+                with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
+                    store = pg.get_group_store()
+                origin = self._make_foreign_origin(store, pg.rank(), pg.size())
             self._remember(pg, origin)
         return origin
 
     def record_prefix(self, prefix_store: Any, args: Arguments, kwargs: KeywordArguments) -> None:
-        """Records a `PrefixStore` that was just created with these arguments."""
+        """Records a `PrefixStore` that was just created."""
         prefix, store = _bind(args, kwargs, ("prefix", "store"))
         if isinstance(prefix, str):
             self._store_paths[prefix_store] = (*self._find_store_path(store), prefix.strip("/"))
 
     def record_group(self, pg: Any, args: Arguments, kwargs: KeywordArguments) -> None:
-        """Records a `ProcessGroup` that was just created with these arguments, without its backend
-        yet.
-        """
+        """Records a `ProcessGroup` that was just created; it has no backend yet."""
         if len(args) + len(kwargs) < 3:
             return  # a group whose class is in Python makes its calls by itself
         store, rank, size = _bind(args, kwargs, ("store", "rank", "size"))
         if not isinstance(rank, int) or not isinstance(size, int):
             return
-        if getattr(self._thread_state, "depth", 0):
+        if self.ranked_creation.depth:
             self._remember(pg, GroupOrigin())
             return
         origin = self._make_foreign_origin(store, rank, size)
@@ -173,6 +167,7 @@ class OriginTracker:
 
     def _make_foreign_origin(self, store: Any, rank: int, size: int) -> GroupOrigin:
         path = self._find_store_path(store)
+        name = "/".join(part for part in path[1:] if part) or _get_scheme(store)
         text = "\0".join((*path, str(size)))
         counts = self._creation_counts
         if len(counts) >= _MAX_COUNTED:
@@ -181,7 +176,7 @@ class OriginTracker:
         counts[text] = counts.get(text, 0) + 1
         digest = hashlib.blake2b(f"{text}\0{counts[text]}".encode(), digest_size=8)
         group = Group(
-            name="/".join(part for part in path[1:] if part) or _get_scheme(store),
+            name=name,
             desc="undefined",
             ranks=RankTuple(range(size)),
             generation=0,
@@ -230,14 +225,6 @@ def _is_registered_with_ranks(pg: Any) -> bool:
         return False
 
 
-def _read_store(pg: Any) -> Any:
-    """The store of a group; None if this torch does not show it."""
-    try:
-        return pg.get_group_store()
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def _get_scheme(store: Any) -> str:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -246,13 +233,12 @@ def _get_scheme(store: Any) -> str:
 
 
 def _describe_server(store: Any) -> str:
-    """Text that is the same for all processes that use the same store. A store without an address
-    belongs to this process alone.
-    """
+    """Text that is the same in all processes of a store. One without an address is local."""
     port, host = getattr(store, "port", None), getattr(store, "host", None)
     if isinstance(port, int) and isinstance(host, str):
-        is_local = host in _LOCAL_HOSTS or host.startswith("127.")
-        return f"tcp://{_describe_this_host() if is_local else host}:{port}"
+        if host in _LOCAL_HOSTS or host.startswith("127."):
+            host = _describe_this_host()
+        return f"tcp://{host}:{port}"
     path = getattr(store, "path", None)
     if isinstance(path, str):
         return f"file://{path}"

@@ -1,8 +1,6 @@
-"""The creation of process groups as calls, recorded by wrappers of the functions of
-torch.distributed that create and destroy groups.
+"""The creation of process groups as calls, recorded by wrappers of torch.distributed's functions.
 
-All ranks of a world make these calls in the same order, and the others wait for a rank that does
-not.
+All ranks of a world make these calls in the same order, and wait for a rank that does not.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from hangwatch.model.groups import Group, RankTuple, pack_ranks
 
 from . import faults
 from .dynamo import run_uncompiled
+from .faults import Arguments, KeywordArguments
 from .group_origins import GroupOrigin, origin_tracker
 from .recorder import Recorder
 from .streams import EnteredCall, StreamRecorder
@@ -27,7 +26,7 @@ from .streams import EnteredCall, StreamRecorder
 
 def wrap_function(
     name: str,
-    before_call: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None,
+    before_call: Callable[[Arguments, KeywordArguments], Any] | None,
     after_call: Callable[[Any, bool], None],
     record_loss: Callable[[], None],
 ) -> None:
@@ -51,13 +50,13 @@ def wrap_function(
             faults.record_fault(f"recording {name}", error)
             record_loss()
         returned = False
-        depth = origin_tracker.enter_ranked_creation()
+        origin_tracker.ranked_creation.depth += 1
         try:
             result = original(*args, **kwargs)
             returned = True
             return result
         finally:
-            origin_tracker.leave_ranked_creation(depth)
+            origin_tracker.ranked_creation.depth -= 1
             try:
                 run_uncompiled(after_call, token, returned)
             except Exception as error:  # our error: the call returns or raises as without us
@@ -88,7 +87,8 @@ class SetupRecorder:
         groups = self._recorder.groups
         if self._stream is not None:
             groups.retire_stream(self._stream)
-        groups.world_size, groups.generation = world_size, self._completed_worlds[world_size] + 1
+        groups.world_size = world_size
+        groups.generation = self._completed_worlds[world_size] + 1
         setup = Group(
             name="setup",
             desc="process group set-up",
@@ -99,14 +99,13 @@ class SetupRecorder:
         self._stream = groups.open_stream(StreamKind.SETUP, setup)
 
     def complete_world(self, world_size: int) -> None:
-        """Counts a world that all ranks have joined. Failed attempts do not count: ranks that came
-        later may have made fewer of them.
-        """
+        """Counts a world that all ranks have joined. Not all ranks make the attempts that fail."""
         if self._stream is None:  # the rank of this process is known only now
             self.begin_world(world_size)
         self._completed_worlds[world_size] += 1
         groups = self._recorder.groups
-        groups.world_size, groups.generation = world_size, self._completed_worlds[world_size]
+        groups.world_size = world_size
+        groups.generation = self._completed_worlds[world_size]
 
     def enter_call(self, op: str, ranks: tuple[int, ...] | None = None) -> EnteredCall | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None if all."""
@@ -116,9 +115,7 @@ class SetupRecorder:
         return self._recorder.enter_declared_call(self._stream, op, members)
 
     def announce_foreign_group(self, origin: GroupOrigin) -> None:
-        """Records that this process begins to create a foreign group, so that it is known as a
-        member before it makes a call: other members may wait for it in the creation.
-        """
+        """Records that this process begins to create a foreign group: others may wait for it."""
         if origin.foreign is None:
             return
         stream = self._recorder.groups.open_stream(StreamKind.SETUP, origin.foreign)
@@ -126,9 +123,7 @@ class SetupRecorder:
             origin.creation = self._recorder.enter_declared_call(stream, "new_process_group")
 
     def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
-        """Records that a foreign group was created, or given up. Its stream may then make room for
-        others.
-        """
+        """Records that a foreign group was created or given up; its stream may then make room."""
         creation, origin.creation = origin.creation, None
         self.leave_call(creation, returned)
         self._recorder.groups.retire_stream(creation[0])

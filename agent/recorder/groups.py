@@ -1,10 +1,7 @@
-"""The call streams of this process: one for each process group, each point-to-point channel, and
-the set-up of each world.
-"""
+"""The streams of this process: of process groups, point-to-point channels, and worlds' set-ups."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import weakref
@@ -22,8 +19,8 @@ from hangwatch.model.groups import (
     Group,
     GroupKey,
     RankTuple,
-    pack_ranks,
 )
+from hangwatch.ring.parts import encode_description
 
 from . import faults
 from .group_origins import origin_tracker
@@ -36,8 +33,6 @@ MIN_SWEPT_SLOTS = 256
 _OPENED_BETWEEN_SWEEPS = 64  # streams
 # Node agents read the ring twice a second, and at least every 20 seconds report what they read.
 CLOSING_DELAY_S = 10.0
-# Each channel of a group describes all of its members, which may be thousands.
-_pack_ranks_cached = functools.lru_cache(maxsize=8)(pack_ranks)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +56,10 @@ class GroupTrack:
         return any(name in self.group.backend for name in backends)
 
     def mark_incomplete(self, *, messages: bool) -> None:
-        """Records that an error of ours kept a collective from being recorded or, with
-        ``messages``, a send or a receive of some channel.
-        """
+        """Records that a collective was not recorded or, with ``messages``, a send or receive."""
         self.has_lost_messages |= messages
-        for stream in list(self.channels.values()) if messages else [self.collective_stream]:
+        streams = list(self.channels.values()) if messages else [self.collective_stream]
+        for stream in streams:
             if stream is not None:
                 stream.mark_incomplete(LossReason.FAULT)
 
@@ -101,8 +95,7 @@ class GroupRegistry:
         self._retired_streams: list[tuple[float, StreamRecorder]] = []
         self._sweep_at = MIN_SWEPT_SLOTS  # the number of used slots that starts the next sweep
         self.dropped_count = 0
-        # The reason why calls of groups that are not opened yet may have been lost; None if none
-        # were.
+        # The reason why calls of groups that are not opened yet may have been lost, if any were.
         self._loss: LossReason | None = None
         self.streams: dict[int, StreamRecorder] = {}  # the key is the uid
 
@@ -128,23 +121,20 @@ class GroupRegistry:
         peer: int | None = None,
         tag: int | None = None,
     ) -> StreamRecorder | None:
-        """Opens the stream of this key, unless another thread does so at the same time and is
-        first.
-        """
-        stream = self.open_stream(kind, group, peer, tag)
-        if streams.setdefault(key, stream) is not stream:
-            self._close_stream(stream)
+        """Opens the stream of this key, unless it exists or another thread opens it first."""
+        if key not in streams:
+            stream = self.open_stream(kind, group, peer, tag)
+            if streams.setdefault(key, stream) is not stream:
+                self._close_stream(stream)
         return streams[key]
 
     def open_stream(
         self, kind: StreamKind, group: Group, peer: int | None = None, tag: int | None = None
     ) -> StreamRecorder | None:
-        """Opens a new stream; None if the ring has no room for it. ``peer`` and ``tag`` are those
-        of a channel.
-        """
+        """Opens a stream, of a channel if ``peer`` is set; None if the ring has no room for it."""
         uid = next(self._uids)
         try:
-            slot = self._open_slot(uid, _describe_stream(kind, group, peer, tag))
+            slot = self._open_slot(uid, encode_description(kind, group, peer, tag))
         except OverflowError as full:
             self.dropped_count += 1
             faults.record_message(f"{full}; calls beyond them are not watched")
@@ -156,9 +146,7 @@ class GroupRegistry:
         return stream
 
     def mark_incomplete(self, reason: LossReason) -> None:
-        """Records that a call was lost, and that its stream is not known: the numbers of no stream
-        of this process are certain from here on.
-        """
+        """Records that a call of some stream was lost: from now on no numbers are certain."""
         self.dropped_count += 1
         self._loss = reason
         for stream in list(self.streams.values()):
@@ -171,9 +159,8 @@ class GroupRegistry:
         self._retired_streams.append((monotonic(), stream))
 
     def _open_slot(self, uid: int, description: dict[str, Any]) -> int:
-        """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of groups that no longer
-        exist are closed now and then, so that the ring has about as many slots as there are streams
-        in use.
+        """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of deleted groups are closed
+        now and then, so that there are about as many slots as streams in use.
         """
         if self._ring.used_slot_count >= self._sweep_at:
             self._close_dead_streams(monotonic() - CLOSING_DELAY_S)
@@ -185,19 +172,13 @@ class GroupRegistry:
             return self._ring.open_stream(uid, description)
 
     def _close_dead_streams(self, before: float) -> None:
-        """Retires the streams of groups that no longer exist, and closes those that were retired
-        before that time.
-        """
+        """Retires the streams of deleted groups, and closes those retired before that time."""
         tables: tuple[dict[Any, GroupTrack], ...] = (self.tracks, self._tracks_by_key)
-        dead_tracks = {
-            id(track): track
-            for table in tables
-            for track in list(table.values())
-            if track.group_ref() is None
-        }
+        dead_tracks: dict[int, GroupTrack] = {}
         for table in tables:
             for key, track in list(table.items()):
-                if id(track) in dead_tracks:
+                if track.group_ref() is None:
+                    dead_tracks[id(track)] = track
                     table.pop(key, None)
         for track in dead_tracks.values():
             for stream in (track.collective_stream, *track.channels.values()):
@@ -211,15 +192,19 @@ class GroupRegistry:
                 self._close_stream(stream)
 
     def _close_stream(self, stream: StreamRecorder | None) -> None:
-        if stream is None:
-            return
-        self.streams.pop(stream.uid, None)
-        stream.close_stream()
+        if stream is not None:
+            self.streams.pop(stream.uid, None)
+            stream.close_stream()
+
+    def find_group(self, pg: Any) -> GroupTrack:
+        """The track of a process group, which is opened at its first call."""
+        track = self.tracks.get(id(pg))
+        if track is None or track.group_ref() is not pg:
+            track = self.open_group(pg)
+        return track
 
     def open_group(self, pg: Any) -> GroupTrack:
-        """Makes the track of a process group at its first call, or finds it again if C++ made a new
-        Python object for the group.
-        """
+        """Makes the track of a group, or finds it if C++ made a new Python object of the group."""
         origin = origin_tracker.find_origin(pg)
         name = _read_attribute(pg, "group_name")
         desc = _read_attribute(pg, "group_desc") or "undefined"
@@ -227,17 +212,21 @@ class GroupRegistry:
         if (foreign := origin.foreign) is not None:
             group = replace(foreign, name=name or foreign.name, desc=desc, backend=backend)
         else:
+            try:
+                ranks = RankTuple(c10d.get_process_group_ranks(pg))
+            except (KeyError, ValueError, RuntimeError):  # torch destroyed it and forgot its ranks
+                ranks = RankTuple(range(pg.size()))
             group = Group(
                 name=name,
                 desc=desc,
                 backend=backend,
-                ranks=_find_members(pg),
+                ranks=ranks,
                 generation=self.generation,
                 world_size=self.world_size,
             )
-        # The callback also runs at the end of the process, when the modules have no contents any
-        # more.
-        on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
+        # The callback also runs at the end of the process, when the modules are already empty.
+        on_group_deleted = self._on_group_deleted
+        is_finalizing = sys.is_finalizing
 
         def handle_deletion(_: Any) -> None:
             if not is_finalizing():
@@ -257,34 +246,6 @@ class GroupRegistry:
             track.group_ref = ref  # C++ kept the group; only its Python object was replaced
         self.tracks[id(pg)] = track
         return track
-
-
-def _describe_stream(
-    kind: StreamKind, group: Group, peer: int | None, tag: int | None
-) -> dict[str, Any]:
-    """The description in the ring, which `hangwatch.ring.parts.parse_description` reads."""
-    description: dict[str, Any] = {
-        "kind": kind.value,
-        "name": group.name,
-        "desc": group.desc,
-        "backend": group.backend,
-        "ranks": _pack_ranks_cached(group.ranks),
-        "generation": group.generation,
-        "world": group.world_size,
-    }
-    if group.foreign:
-        description |= {"foreign": group.foreign, "number": group.number}
-    if peer is not None:
-        description |= {"peer": peer, "tag": tag}
-    return description
-
-
-def _find_members(pg: Any) -> tuple[int, ...]:
-    """Global ranks of a group, in group-rank order."""
-    try:
-        return RankTuple(c10d.get_process_group_ranks(pg))
-    except (KeyError, ValueError, RuntimeError):  # torch has destroyed it and forgotten its ranks
-        return RankTuple(range(pg.size()))
 
 
 def _read_attribute(pg: Any, name: str) -> str:

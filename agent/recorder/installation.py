@@ -29,12 +29,13 @@ import hangwatch
 from hangwatch.model.calls import LossReason
 from hangwatch.model.groups import WORKER_THREAD_NAMES
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
+from hangwatch.ring.layout import EXCEPTION, FAULTS, LiveWord
 
 from ..environment import identity, run_dir
 from . import device, dynamo, faults, kernels, ring_file
 from .annotations import UserAnnotations
 from .checks.settings import load_check_settings
+from .faults import Arguments, KeywordArguments
 from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder, wrap_function
 from .native.library import choose_recorder
@@ -46,6 +47,7 @@ _MAX_START_WAIT_S = 10.0
 _MAX_PROGRAM_CHARS = 300
 _MAX_MESSAGE_CHARS = 800  # the limit of an exception's message
 _TASK_DIR = Path("/proc/self/task")
+_ACTIVITY_FIELDS = ("State:", "voluntary_ctxt_switches:")
 
 current_rank: RankProcess | None = None  # the rank that this process is, if it is recorded
 _start_lock = threading.Lock()
@@ -86,8 +88,8 @@ def _become_rank(
 
 
 def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    """Starts recording, unless another thread does so at the same time: then it waits for that one.
-    If recording cannot start, the job runs unwatched, and a message on stderr says so.
+    """Starts recording, or waits for another thread that does. If recording cannot start, the job
+    runs unwatched, and a message on stderr says so.
     """
     global current_rank, _lost_before
     if not _start_lock.acquire(timeout=_MAX_START_WAIT_S):
@@ -129,8 +131,9 @@ class RankProcess:
         pid = os.getpid()
         start_ticks = run_dir.read_start_ticks(pid)
         check_settings = load_check_settings(os.environ)
-        check_table_bytes = CHECK_STRUCT.size * CHECK_SLOTS if check_settings.any_enabled else 0
-        folder, self.ring = ring_file.create_ring(pid, start_ticks, check_table_bytes)
+        folder, self.ring = ring_file.create_ring(
+            pid, start_ticks, has_checks=check_settings.any_enabled
+        )
         self._stack_dumper = StackDumper(self.ring)
         native, self._python_reason = choose_recorder(
             os.environ, has_checks=check_settings.any_enabled
@@ -178,8 +181,9 @@ class RankProcess:
         self.ring.set_word(LiveWord.LIFECYCLE, lifecycle)
 
     def _write_faults(self) -> None:
-        self.ring.set_word(LiveWord.ERRORS, faults.count_faults())
-        self.ring.write_faults(faults.format_lines())
+        self.ring.set_word(LiveWord.ERRORS, sum(faults.fault_counts.values()))
+        lines = [line[:200] for line in faults.format_lines()]
+        self.ring.write_note(FAULTS, {"lines": lines})
 
 
 def _record_lost_world() -> None:
@@ -208,7 +212,7 @@ def _reset_after_fork() -> None:
     faults.set_listener(None)
 
 
-def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter_init(args: Arguments, kwargs: KeywordArguments) -> Any:
     if c10d.is_initialized():  # the call will raise, and the world stays as it is
         return None
     signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
@@ -216,9 +220,11 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rendezvous = ring_file.find_rendezvous(arguments)
     launch = identity.parse_environ(os.environ, rendezvous)
     rank = arguments.get("rank", -1)
+    if rank < 0:
+        rank = launch.rank
     world_size = arguments.get("world_size", -1)
-    rank = launch.rank if rank < 0 else rank
-    world_size = launch.world_size if world_size < 0 else world_size
+    if world_size < 0:
+        world_size = launch.world_size
     if rank is not None and world_size > 0:
         _become_rank(launch, rank, world_size, rendezvous)
     current = current_rank
@@ -247,9 +253,9 @@ def _leave_init(token: Any, returned: bool) -> None:
         current.set_lifecycle(Lifecycle.STARTING)
 
 
-def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records the call, except with use_local_synchronization: then only the members call, so the
-    order of their calls proves nothing about other ranks.
+def _enter_new_group(args: Arguments, kwargs: KeywordArguments) -> Any:
+    """Records the call, unless only members make it (use_local_synchronization): the order of their
+    calls proves nothing about other ranks.
     """
     parameters = inspect.signature(c10d._new_group_with_tag).parameters
     arguments = dict(zip(parameters, args, strict=False)) | kwargs
@@ -262,12 +268,11 @@ def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call, _count_named_groups()
 
 
-def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
     """Records the call if it splits the world, in which all ranks then take part. A split of
     another group is made by its members alone.
 
-    The lists of ranks are not compared: only the list that a rank is in matters, and a rank may
-    leave out the others.
+    The lists of ranks are not compared: a rank may leave out those that it is not in.
     """
     parent = args[0] if args else kwargs.get("parent_pg")
     current = current_rank
@@ -313,36 +318,28 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
     https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors have a Python object only
     because of our kernels, so hangwatch would cause this race.
     """
-    activities = {
-        task.name: ""
-        for task in _TASK_DIR.iterdir()
-        if _read_task_file(task.name, "comm").strip() in WORKER_THREAD_NAMES
-    }
+    # The state and the voluntary context switches of each busy thread, as in /proc.
+    activities: dict[Path, list[str]] = {}
+    for task in _TASK_DIR.iterdir():
+        if _read_text(task / "comm").strip() in WORKER_THREAD_NAMES:
+            activities[task] = []
     end = monotonic() + timeout_s
     while activities and monotonic() < end:
         sleep(0.001)  # releases the GIL for a thread that waits for it
-        current = {task: _read_activity(task) for task in activities}
-        # A thread is busy if it runs, or if its context switches show that its wait, such as for
-        # the GIL, is over.
-        activities = {
-            task: activity
-            for task, activity in current.items()
-            if activity.startswith("R") or activity != activities[task]
-        }
+        for task, former in list(activities.items()):
+            status = _read_text(task / "status")
+            activity = [line for line in status.splitlines() if line.startswith(_ACTIVITY_FIELDS)]
+            # A thread is busy if it runs or, by its context switches, has ended a wait, such as for
+            # the GIL.
+            if activity != former or "State:\tR" in status:
+                activities[task] = activity
+            else:
+                del activities[task]
 
 
-def _read_activity(task: str) -> str:
-    """The state and the voluntary context switches in /proc; empty once the thread has exited."""
-    return " ".join(
-        line.partition("\t")[2]
-        for line in _read_task_file(task, "status").splitlines()
-        if line.startswith(("State:", "voluntary_ctxt_switches:"))
-    )
-
-
-def _read_task_file(task: str, name: str) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return (_TASK_DIR / task / name).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:  # the thread has exited
         return ""
 
@@ -361,10 +358,8 @@ def _record_uncaught_exceptions() -> None:
 
 
 def patch_spawn() -> None:
-    """Records exceptions of functions that torch.multiprocessing spawns.
-
-    torch catches such an exception, passes it to the parent, and exits, so no hook of Python sees
-    it.
+    """Records exceptions of functions that torch.multiprocessing spawns: torch catches these, passes
+    them to the parent and exits, so that no hook of Python sees them.
     """
     # The attribute torch.multiprocessing.spawn is the function of that name, not the module.
     spawn: Any = sys.modules["torch.multiprocessing.spawn"]
@@ -401,9 +396,8 @@ def _record_exception(
         for frame, line in reversed(list(traceback.walk_tb(trace))):
             code = frame.f_code
             if rank.recorder.sites.is_user_code(code):
-                site = {"file": code.co_filename, "line": line, "function": code.co_name}
-                description |= site
+                description |= {"file": code.co_filename, "line": line, "function": code.co_name}
                 break
-        rank.ring.write_exception(description)
+        rank.ring.write_note(EXCEPTION, description)
     except Exception as error:  # our error: the user's exception is shown all the same
         faults.record_fault("recording an exception", error)

@@ -47,9 +47,7 @@ def set_recorder(recorder: Recorder | None) -> None:
 
 
 def register_operators() -> None:
-    """Registers kernels for all operators that have none yet. Another library may have added
-    operators since the last time.
-    """
+    """Registers kernels for operators that have none yet, which other libraries may have added."""
     global _registry
     recorder = get_recorder()
     if recorder is None:
@@ -78,29 +76,29 @@ class KernelRegistry:
     def register_new_operators(self) -> None:
         """Raises RuntimeError if torch refuses a kernel."""
         for operator in iter_communicating_operators():
-            if operator.name not in self._registered:
-                self._registered.add(operator.name)
-                self._register_operator(operator)
+            if operator.name in self._registered:
+                continue
+            self._registered.add(operator.name)
+            if self._native is not None:
+                self._register_native_kernel(self._native, operator)
+                continue
+            reader = CallReader(operator.spec, operator.schema)
+            checked = None
+            if self._with_checks:
+                from .checks.tensors import TensorArguments  # most jobs need not load it
 
-    def _register_operator(self, operator: TorchOperator) -> None:
-        native = self._native
-        read_reduce_op = None if native is None else native.read_planned_reduce_op
-        reader = CallReader(operator.spec, operator.schema, read_reduce_op)
-        if native is not None:
-            signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
-            self._define(f"{signature}-> int[]", make_planner(reader))
-            # Each size of a split is compared with a size on another rank.
-            compares_all_tensors = operator.spec.split_args is not None
-            native.register_operator(operator.name, compares_all_tensors=compares_all_tensors)
-            return
-        checked = None
-        if self._with_checks:
-            from .checks.tensors import TensorArguments  # most jobs need not load it
+                arguments = TensorArguments(reader, operator.schema)
+                checked = arguments if arguments.input_index >= 0 else None
+            kernel = make_kernel(reader, operator.overload, self._lower_keyset, checked)
+            self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
 
-            arguments = TensorArguments(reader, operator.schema)
-            checked = arguments if arguments.is_examined else None
-        kernel = make_kernel(reader, operator.overload, self._lower_keyset, checked)
-        self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
+    def _register_native_kernel(self, native: NativeLibrary, operator: TorchOperator) -> None:
+        reader = CallReader(operator.spec, operator.schema, native.read_planned_reduce_op)
+        signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
+        self._define(f"{signature}-> int[]", make_planner(reader))
+        # Each size of a split is compared with a size on another rank.
+        compares_all_tensors = operator.spec.split_args is not None
+        native.register_operator(operator.name, compares_all_tensors=compares_all_tensors)
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""
@@ -141,9 +139,7 @@ def find_site() -> int:
 
 
 def inspect_thread_bits(thread: int) -> int:
-    """Describes another thread: bit 0 says that it is in torch.distributed, bit 1 that it is in
-    code of its own.
-    """
+    """The results of `inspect_thread` as bits, the first one as bit 0."""
     found = faults.run_guarded("inspecting another thread", inspect_thread, thread)
     is_in_torch, is_independent = found or (False, False)
     return is_in_torch | is_independent << 1

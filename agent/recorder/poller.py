@@ -54,7 +54,8 @@ class Poller:
 
     def __init__(self, recorder: Recorder, folder: Path, stack_dumper: StackDumper) -> None:
         """``folder`` is the run directory."""
-        self._ring, self._recorder = recorder.ring, recorder
+        self._ring = recorder.ring
+        self._recorder = recorder
         self._supervisor = AgentSupervisor(folder)
         self._stack_dumper = stack_dumper
         self._device_status = DeviceStatusReader(recorder)
@@ -92,7 +93,7 @@ class Poller:
             except Exception as error:  # our error: the thread continues
                 faults.record_fault("polling", error)
             self._stop_event.wait(POLL_INTERVAL_S)
-        self._stack_dumper.stop_answering()
+        self._ring.set_word(LiveWord.RECORDER_THREAD, 0)
 
     def _poll_once(self) -> int:
         """Returns the number of calls recorded so far."""
@@ -126,7 +127,12 @@ class AgentSupervisor:
         agent_pid = self._find_agent_pid()
         if agent_pid:
             self._release_start_lock()
-            self._allow_ptrace(agent_pid)
+            if agent_pid > 0 and agent_pid != self._permitted_pid:
+                # Under Yama's ptrace scope 1, a process names the one that may attach to it.
+                # Kernels without Yama return EINVAL.
+                self._permitted_pid = agent_pid
+                prctl = ctypes.CDLL(None, use_errno=True).prctl
+                prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
             self._show_notice()
         elif self._start_lock_fd is None:
             self._start_agent(now)
@@ -157,9 +163,7 @@ class AgentSupervisor:
             os.close(fd)
 
     def _start_agent(self, now: float) -> None:
-        """Starts a node agent, unless another rank is doing so. The start lock is held until the
-        new agent holds its own lock.
-        """
+        """Starts a node agent, unless another rank does: the start lock is held until it runs."""
         fd = os.open(
             self._folder / run_dir.START_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -168,7 +172,8 @@ class AgentSupervisor:
         except BlockingIOError:
             os.close(fd)
             return
-        self._start_lock_fd, self._start_deadline = fd, now + _START_TIMEOUT_S
+        self._start_lock_fd = fd
+        self._start_deadline = now + _START_TIMEOUT_S
         env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES}
         env["PYTHONSAFEPATH"] = "1"
         # The agent gets its own session and none of our descriptors: `torchrun ... | tee log` must
@@ -186,20 +191,8 @@ class AgentSupervisor:
             os.close(self._start_lock_fd)
             self._start_lock_fd = None
 
-    def _allow_ptrace(self, agent_pid: int) -> None:
-        """Permits the agent to attach. Under Yama's ptrace scope 1, a process names the one process
-        that may do so; kernels without Yama return EINVAL.
-        """
-        if agent_pid > 0 and agent_pid != self._permitted_pid:
-            self._permitted_pid = agent_pid
-            ctypes.CDLL(None, use_errno=True).prctl(
-                _PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0
-            )
-
     def _show_notice(self) -> None:
-        """Shows a message from the node agent to the user, on the rank of the host that is the
-        first to rename the file.
-        """
+        """Shows the node agent's message, on the rank of the host that first renames the file."""
         if self._is_notice_shown:
             return
         notice = self._folder / run_dir.NOTICE_NAME

@@ -25,15 +25,19 @@ from torch._C._distributed_c10d import Work
 from hangwatch.model.calls import LossReason
 
 from . import faults
-from .callers import find_caller, find_logged_callers, find_quick_callers, skip_logger_frames
+from .callers import find_caller, find_logged_callers, find_quick_callers
 from .calls import CallReader, FailureOutcome, FailureRule, judge_failure
 from .dynamo import run_uncompiled
+from .faults import Arguments
 from .recorder import Recorder
-from .streams import FRAME_KEY, EnteredCall, get_holding_locals, leave_call
+from .streams import FRAME_KEY, EnteredCall, find_holding_file, leave_call
 
 if TYPE_CHECKING:
     from .checks.inspection import PendingCheck
     from .checks.tensors import TensorArguments
+
+# (the call, None if it is not watched; the local variables of its caller, if that holds the Work)
+EnterResult = tuple[EnteredCall | None, dict[str, Any] | None]
 
 _current_recorder: Recorder | None = None
 _dense_bits, _sparse_bits, _nested_bits = (
@@ -56,9 +60,9 @@ def use_recorder(recorder: Recorder | None) -> None:
     _current_recorder = recorder
 
 
-def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> None:
-    """Records that an error of ours kept a call from being recorded: the streams to which it may
-    belong are incomplete, those of its group or, if the group cannot be found, all.
+def record_loss(reader: CallReader, args: Arguments, error: Exception) -> None:
+    """Records that an error of ours kept a call from being recorded: the streams of its group are
+    incomplete or, if the group cannot be found, all streams.
     """
     if (recorder := _current_recorder) is not None:
         try:
@@ -73,15 +77,14 @@ def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> 
 
 
 def _record_failure(
-    reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
+    reader: CallReader, args: Arguments, entered: EnteredCall, error: BaseException
 ) -> None:
-    """Records that the operator raised an exception. If the call had not communicated, it is taken
-    back.
-    """
+    """Records that the operator raised an exception. A call without communication is taken back."""
     rule = FailureRule.NONE
     if _current_recorder is not None:
         rule = reader.find_failure_rule(_current_recorder, args)
-    outcome, stream = judge_failure(error, rule), entered[0]
+    outcome = judge_failure(error, rule)
+    stream = entered[0]
     if outcome is FailureOutcome.NOT_MADE:
         stream.retract_call(entered)
         return
@@ -91,8 +94,8 @@ def _record_failure(
 
 
 def can_communicate(keyset: Any) -> bool:
-    """Whether a call with this key set may communicate. If not, its tensors must not be read: the
-    shape of one without data may be symbolic, and reading it would change what is traced.
+    """Whether a call with this key set may communicate. If not, its tensors must not be read: a
+    shape may be symbolic, and reading it would change what is traced.
     """
     return not keyset.raw_repr() & _SILENT_BITS
 
@@ -106,9 +109,9 @@ def make_kernel(
     """
     enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
-    returns_only_work, is_p2p = len(overload._schema.returns) == 1, reader.spec.is_p2p
-    # The operators of a key set cost more than a look-up, its bound methods more than their
-    # functions.
+    returns_only_work = len(overload._schema.returns) == 1
+    is_p2p = reader.spec.is_p2p
+    # The operators of a key set cost more than a look-up, bound methods more than functions.
     bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
     lower_keysets: dict[int, tuple[Any]] = {}
 
@@ -171,7 +174,7 @@ def _check_inputs(
     reader: CallReader,
     checked: TensorArguments,
     entered: EnteredCall,
-    args: tuple[Any, ...],
+    args: Arguments,
     caller: FrameType,
 ) -> PendingCheck | None:
     """Examines the data that this rank sends; returns what to examine of the result."""
@@ -193,7 +196,7 @@ def _check_result(pending: PendingCheck, result: Any, caller: FrameType) -> None
 
 def _make_enter_function(
     reader: CallReader,
-) -> Callable[[Recorder, tuple[Any, ...]], tuple[EnteredCall | None, dict[str, Any] | None]]:
+) -> Callable[[Recorder, Arguments], EnterResult]:
     """Makes the function that records a call about to be made. That function also returns the local
     variables of the caller, if the caller holds the Work until it returns.
 
@@ -203,7 +206,8 @@ def _make_enter_function(
     # A mode or a subclass of the job would see the attributes of tensors that a look-up reads.
     quick_types = frozenset((torch.Tensor, torch.nn.Parameter))
 
-    frame_of, is_function_mode_enabled = sys._getframe, _is_torch_function_mode_enabled
+    frame_of = sys._getframe
+    is_function_mode_enabled = _is_torch_function_mode_enabled
     logged = find_logged_callers()
     # Only known operators have all of their arguments in a plan's key.
     quick = {} if reader.spec.is_generic else find_quick_callers()
@@ -211,19 +215,18 @@ def _make_enter_function(
     tensors_index, root_index = reader.tensors_index, reader.root_index
     has_reduce_op = reader.reduce_op_index >= 0
 
-    def enter_unplanned(
-        recorder: Recorder, args: tuple[Any, ...], caller: FrameType
-    ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
-        site_frame = skip_logger_frames(caller) if id(caller.f_code) in logged else caller
+    def enter_unplanned(recorder: Recorder, args: Arguments, caller: FrameType) -> EnterResult:
+        site_frame = caller
+        if id(caller.f_code) in logged:  # one frame of the logger lies before that of its caller
+            wrapper = caller.f_back
+            site_frame = (wrapper and wrapper.f_back) or caller
         entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
-        return entered, get_holding_locals(caller)
+        holds_work = caller.f_code.co_filename == find_holding_file()
+        return entered, caller.f_locals if holds_work else None
 
-    def enter_call(
-        recorder: Recorder, args: tuple[Any, ...]
-    ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
-        """Reads the group and the reduce op from the caller's local variables, if these hold them:
-        that takes a fraction of the time of unboxing. A call like an earlier one then needs only
-        one look-up.
+    def enter_call(recorder: Recorder, args: Arguments) -> EnterResult:
+        """Reads group and reduce op from the caller's local variables, if these hold them, which is
+        faster than unboxing. A call like an earlier one then needs only one look-up.
         """
         try:
             caller = frame_of(2)

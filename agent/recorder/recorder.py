@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from .checks.inspection import CallChecker
 
 MAX_CACHED_CALLS = 4096  # different signatures of one operator
-# What the readers of all operators know of earlier calls. Kernels stay registered for the life of
-# the process, recorders do not.
+# The caches of all `CallReader`s, which outlive recorders, as kernels do.
 call_caches: list[dict[Any, Any]] = []
 
 
@@ -36,9 +35,7 @@ class Recorder:
         native: NativeLibrary | None = None,
         checker: CallChecker | None = None,
     ) -> None:
-        """``native`` records instead of Python; ``checker`` examines calls, which requires the
-        Python recorder.
-        """
+        """``native`` records instead of Python. Only the Python recorder has a ``checker``."""
         self.ring = ring
         self.checker = checker
         self.native = native
@@ -67,17 +64,18 @@ class Recorder:
         """Records a call of this thread that no operator makes, and that blocks until it returns.
         The members must agree on ``op`` and ``detail``.
         """
-        interned = self._declared_signatures.get((op, detail))
-        if interned is None or not self.ring.is_signature_fresh(interned[0]):
+        number, agreement_hash = self._declared_signatures.get((op, detail), (0, 0))
+        if not number or not self.ring.is_signature_fresh(number):
             if len(self._declared_signatures) >= MAX_CACHED_CALLS:
                 self._declared_signatures.clear()
             unhashed = Signature(op=op, detail=detail)
             signature = with_agreement_hash(unhashed, MustMatch.NOTHING, ())
             number = self.ring.intern_signature(encode_signature(signature))
-            interned = self._declared_signatures[op, detail] = number, signature.agree
+            agreement_hash = signature.agree
+            self._declared_signatures[op, detail] = number, agreement_hash
         site = self.sites.find_site(sys._getframe())
-        record_body = stream.pack_record_body(interned[0], site, RecordFlag.BLOCKING)
-        return stream.enter_call(interned[1], record_body, 0, CompletionMode.RETURN)
+        record_body = stream.pack_record_body(number, site, RecordFlag.BLOCKING)
+        return stream.enter_call(agreement_hash, record_body, 0, CompletionMode.RETURN)
 
     def count_dropped(self) -> int:
         """The number of calls and streams that were not recorded and whose place is not known."""
@@ -89,15 +87,14 @@ class Recorder:
         """Updates the streams in the ring; returns the number of records that they then cover."""
         if self.native is not None:
             return self.native.update_streams()
-        now, written = monotonic_ns(), self.ring.written_count
+        now = monotonic_ns()
+        written = self.ring.written_count
         for stream in list(self.groups.streams.values()):
             stream.update_ring(now)
         return written
 
 
 def clear_call_caches() -> None:
-    """Forgets all calls, since the interned data is about to be overwritten or belongs to another
-    ring, or a group was deleted.
-    """
+    """Forgets all calls: interned data or a process group that they refer to will be gone."""
     for cache in call_caches:
         cache.clear()

@@ -1,7 +1,6 @@
 """The ring files of this process and of its ancestors.
 
-The ring of an ancestor shows which world of ranks this process joins: that of its job, or one of
-its own inside a rank.
+An ancestor's ring shows which world this process joins: its job's, or one of its own in a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.ring.layout import IDENTITY_OFFSET, IDENTITY_SIZE, LIVE_OFFSET, LiveWord, RingError
+from hangwatch.ring.layout import IDENTITY, LIVE_OFFSET, LiveWord, RingError
 from hangwatch.ring.parts import RingParts
 
 from ..environment import run_dir
@@ -22,7 +21,7 @@ from ..environment.identity import LaunchInfo
 from .writer import RingWriter
 
 
-def create_ring(pid: int, start_ticks: int, extra_bytes: int = 0) -> tuple[Path, RingWriter]:
+def create_ring(pid: int, start_ticks: int, *, has_checks: bool) -> tuple[Path, RingWriter]:
     """Creates the ring of this process; returns it after the run directory that it is in.
 
     It tries twice. A node agent that exits may remove its empty run directory before the ring is
@@ -30,7 +29,7 @@ def create_ring(pid: int, start_ticks: int, extra_bytes: int = 0) -> tuple[Path,
     name. Raises OSError if there can be no ring.
     """
     try:
-        return _create_ring_once(pid, start_ticks, extra_bytes)
+        return _create_ring_once(pid, start_ticks, has_checks=has_checks)
     except FileNotFoundError:
         pass
     except FileExistsError as error:
@@ -42,13 +41,13 @@ def create_ring(pid: int, start_ticks: int, extra_bytes: int = 0) -> tuple[Path,
         if lifecycle > Lifecycle.STARTING:
             raise
         existing.unlink()
-    return _create_ring_once(pid, start_ticks, extra_bytes)
+    return _create_ring_once(pid, start_ticks, has_checks=has_checks)
 
 
-def _create_ring_once(pid: int, start_ticks: int, extra_bytes: int) -> tuple[Path, RingWriter]:
+def _create_ring_once(pid: int, start_ticks: int, *, has_checks: bool) -> tuple[Path, RingWriter]:
     folder = run_dir.ensure_run_dir(os.environ["HANGWATCH_URL"])
     path = folder / (run_dir.format_process_key(pid, start_ticks) + run_dir.RING_SUFFIX)
-    return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, extra_bytes=extra_bytes)
+    return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, has_checks=has_checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,7 @@ class AncestorRank:
 def find_ancestor_rank() -> AncestorRank | None:
     """Finds the nearest ancestor with a ring; None if no ancestor has one.
 
-    A DataLoader worker or another subprocess inherits RANK but is no rank itself: one of its
-    ancestors has the ring.
+    A DataLoader worker or other subprocess inherits RANK, but the rank is its ancestor with a ring.
     """
     try:
         folder = run_dir.ensure_run_dir(os.environ["HANGWATCH_URL"])
@@ -90,7 +88,7 @@ def _read_ancestor(ring: Path) -> AncestorRank:
     """Raises OSError, ValueError or RingError if the file cannot be read."""
     with ring.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         parts = RingParts(data)
-        identity = parts.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
+        identity = parts.read_note(IDENTITY)
         lifecycle = parts.read_live_word(LiveWord.LIFECYCLE)
     if identity is None:
         raise RingError("its identity is being written")
@@ -129,8 +127,8 @@ def find_rendezvous(arguments: Mapping[str, Any]) -> str:
 
 
 def is_started_as_rank(launch: LaunchInfo) -> bool:
-    """Whether the launcher made this process a rank by an environment of its own. Processes that a
-    rank starts have the rank's environment, or that of a world of their own.
+    """Whether the launcher gave this process the environment of a rank. Processes that a rank starts
+    have the rank's environment, or that of a world of their own.
     """
     if launch.rank is None:
         return False
@@ -143,8 +141,7 @@ def is_started_as_rank(launch: LaunchInfo) -> bool:
 def choose_launch(
     launch: LaunchInfo, rank: int, world_size: int, rendezvous: str
 ) -> LaunchInfo | None:
-    """Chooses the job under which a process that joins a world is recorded; None if it is not
-    recorded.
+    """Chooses the job under which a process that joins a world is recorded, if it is.
 
     Some launchers run in rank 0 and start the other ranks from there, which meet at the same
     address. A rank may also start the ranks of a world of its own, which is a job of its own.

@@ -2,9 +2,8 @@
 threads when the node agent requests them in the ring: nothing is stopped or interrupted.
 
 While another thread keeps the GIL in native code, the recorder's thread cannot run; for this state
-alone, faulthandler is registered on a signal, which the node agent sends to the recorder's thread
-and to no other. A signal to the process would be handled by a thread of the job, and would end the
-system call that this thread is in.
+alone, faulthandler is registered on a signal, which the node agent sends to the recorder's thread.
+A signal to the process would end the system call of some thread of the job.
 
 `hangwatch doctor` tries this module in a process without torch.
 """
@@ -17,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from io import FileIO
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -48,9 +48,6 @@ class StackDumper:
         """Publishes that the calling thread is the one that answers requests."""
         self._ring.set_word(LiveWord.RECORDER_THREAD, threading.get_native_id())
 
-    def stop_answering(self) -> None:
-        self._ring.set_word(LiveWord.RECORDER_THREAD, 0)
-
     def answer_request(self) -> None:
         """Writes the stacks if the node agent has requested them since the last call. Raises
         OSError if they cannot be written; the request then stays unanswered.
@@ -68,35 +65,32 @@ class StackDumper:
             self._write_thread_list()
 
     def _write_stacks(self) -> None:
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            is_gil_enabled = getattr(sys, "_is_gil_enabled", None)
-            if is_gil_enabled is None or is_gil_enabled():
+        is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+        with _open_private(self._path) as file:
+            if is_gil_enabled():
                 # This keeps the GIL and makes no objects: no frame or local outlives its function.
-                faulthandler.dump_traceback(fd, all_threads=True)
+                faulthandler.dump_traceback(file.fileno(), all_threads=True)
             else:
                 # Threads run Python at the same time. To read their stacks, all of them would have
                 # to be stopped, and a thread in native code may not stop for long.
-                os.write(fd, run_dir.NO_GIL_TEXT.encode())
-        finally:
-            os.close(fd)
+                file.write(run_dir.NO_GIL_TEXT.encode())
 
     def _write_thread_list(self) -> None:
-        """Writes the ids and names of Python's threads, which faulthandler does not know. The list
-        exists before a thread keeps the GIL.
-        """
+        """Writes the threads' ids and names, which faulthandler lacks, before one keeps the GIL."""
         self._listed_at_ns = monotonic_ns()
         # `threading.enumerate` takes a lock; a copy of the dictionary is made under the GIL.
         active: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]
         self._listed_idents = tuple(active)
         entries = [[ident, each.native_id, each.name] for ident, each in active.items()]
         new_path = self._list_path.with_suffix(".new")
-        fd = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, json.dumps(entries).encode())
-        finally:
-            os.close(fd)
+        with _open_private(new_path) as file:
+            file.write(json.dumps(entries).encode())
         os.replace(new_path, self._list_path)
+
+
+def _open_private(path: Path) -> FileIO:
+    """Opens a file for writing, which only this user may read."""
+    return open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def register_dump_signal(path: Path) -> dict[str, Any]:
@@ -109,17 +103,10 @@ def register_dump_signal(path: Path) -> dict[str, Any]:
     global _dump_file
     if "free-threading" in sys.version:  # the handler of such builds shows only its own thread
         return {}
-    number = next(
-        (
-            n
-            for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1)
-            if signal.getsignal(n) is signal.SIG_DFL
-        ),
-        None,
-    )
-    if number is None:
-        return {}
-    _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # the file stays open
-    os.set_inheritable(_dump_file.fileno(), False)
-    faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
-    return {"stacks_signal": number, "stacks_fd": _dump_file.fileno()}
+    for number in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # the file stays open
+            os.set_inheritable(_dump_file.fileno(), False)
+            faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
+            return {"stacks_signal": number, "stacks_fd": _dump_file.fileno()}
+    return {}

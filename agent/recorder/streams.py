@@ -13,7 +13,6 @@ object. Their Works are held until the next call or poll finds them complete.
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import itertools
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from hangwatch.model.calls import CHAIN_BASE, UINT64_MASK, LossReason, unchain
@@ -32,7 +31,7 @@ from hangwatch.ring.layout import (
     RECORD_BODY_STRUCT,
     RECORD_PACKED_STRUCT,
     RECORD_SLOTS,
-    RECORDS_OFFSET,
+    RECORDS,
     UNKNOWN_COMPLETED,
     RecordFlag,
 )
@@ -47,14 +46,16 @@ from .writer import RingWriter
 # are enough to show how far the stream is complete.
 _MAX_PENDING_WORKS = 16
 _UINT32_MASK = 0xFFFFFFFF
-_RETRACTED_FLAGS = int(RecordFlag.RAISED | RecordFlag.RETRACTED)
-_pack_record, _RECORD_SIZE = RECORD_PACKED_STRUCT.pack_into, RECORD_PACKED_STRUCT.size
+_RETRACTED_FLAGS = RecordFlag.RAISED | RecordFlag.RETRACTED
+_pack_record = RECORD_PACKED_STRUCT.pack_into
+_RECORDS_OFFSET = RECORDS.offset
+_RECORD_SIZE = RECORDS.slot_size
 # The name under which a frame holds a Work; no local variable has it.
 FRAME_KEY = "<Work watched by hangwatch>"
 
 
-class CompletionMode(enum.IntEnum):
-    """How the completion of a call is detected."""
+class CompletionMode:
+    """How the completion of a call is detected. Enums would slow down every call."""
 
     WORK = 0  # the Work is polled
     NEXT = 1  # the Work never reports completion: the call is complete once another one is made
@@ -66,14 +67,13 @@ class CompletionMode(enum.IntEnum):
     REPORTED_TIMED = 6  # the Work reports completion, and the time of some calls is published
 
 
-_NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
+_NEXT, _RETURN = CompletionMode.NEXT, CompletionMode.RETURN
 
 # A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks
 # or 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
 EnteredCall = tuple["StreamRecorder", int, int, int, int, int, int]
 
-# (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
-# blocks, completion mode)
+# (stream, agreement hash, signature's number, bytes, peer, tag, flags, is blocking, completion mode)
 CallDetails = tuple["StreamRecorder", int, int, int, int, int, int, bool, int]
 
 # The Work of a call: None, if nothing shows its completion; the boxed Work; a weak reference to it,
@@ -86,9 +86,7 @@ PendingCall = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class StreamRecorder:
-    """A stream's state. The threads that make calls write it and one other thread polls it; none of
-    them waits for a lock.
-    """
+    """A stream's state. Threads that make calls write it, another one polls it; none waits."""
 
     ring: RingWriter
     uid: int
@@ -109,7 +107,8 @@ class StreamRecorder:
     _was_independent: bool = False
 
     def __post_init__(self) -> None:
-        self._map, self._record_indices = self.ring.map, self.ring.record_indices
+        self._map = self.ring.map
+        self._record_indices = self.ring.record_indices
 
     def pack_record_body(
         self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0
@@ -122,16 +121,17 @@ class StreamRecorder:
     def enter_call(
         self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
     ) -> EnteredCall:
-        """Records a call that is about to be made; ``blocked_thread`` is the thread that waits in
-        it, 0 if none does.
-        """
+        """Records a call before it is made; ``blocked_thread`` waits in it, 0: no thread does."""
         self.entered = seq = next(self._seq_counter)
-        # The formula is that of `hangwatch.model.calls.chain`, without the cost of a function call.
+        # This is `hangwatch.model.calls.extend_chain`, without the cost of a function call.
         self.chain = chain = (self.chain * CHAIN_BASE + agreement_hash) & UINT64_MASK
         now = self._last_entered_ns = monotonic_ns()
-        works, thread = self.pending_works, blocked_thread or get_ident()
+        works = self.pending_works
+        thread = blocked_thread or get_ident()
         if thread != self._last_thread and self._detect_concurrency(thread):
-            record_body = _set_shared_flag(record_body)
+            # The flag is set before the record can be read without it.
+            *body, flags, peer, tag = RECORD_BODY_STRUCT.unpack(record_body)
+            record_body = RECORD_BODY_STRUCT.pack(*body, flags | RecordFlag.SHARED, peer, tag)
         if not works:
             if self.completed != UNKNOWN_COMPLETED:
                 self.completed = seq - 1
@@ -146,7 +146,7 @@ class StreamRecorder:
         index = next(self._record_indices)
         stamp = self.ring.written_count = index + 1
         _pack_record(
-            self._map, RECORDS_OFFSET + (index % RECORD_SLOTS) * _RECORD_SIZE,
+            self._map, _RECORDS_OFFSET + (index % RECORD_SLOTS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, record_body, stamp & _UINT32_MASK,
         )  # fmt: skip
         return self, seq, index, now, blocked_thread, completion_mode, agreement_hash
@@ -159,15 +159,13 @@ class StreamRecorder:
         have finished its part, so that one change of threads proves nothing: two are required.
         """
         former_thread, self._last_thread = self._last_thread, thread
+        was_independent = self._was_independent
         is_in_torch, is_independent = inspect_thread(former_thread)
-        is_inside_call = (
-            is_in_torch
-            and bool(self.pending_works)
-            and self.pending_works[-1][0][4] == former_thread
-        )
-        is_concurrent = is_inside_call or (is_independent and self._was_independent)
         self._was_independent = is_independent
-        return is_concurrent
+        if is_independent and was_independent:
+            return True
+        works = self.pending_works
+        return is_in_torch and bool(works) and works[-1][0][4] == former_thread
 
     def finish_call(self, call: EnteredCall) -> None:
         """Records that a call was complete when it returned."""
@@ -219,8 +217,8 @@ class StreamRecorder:
         self.finish_call(call)
 
     def retract_call(self, call: EnteredCall) -> None:
-        """Takes back a call that raised an exception before it communicated: the next call gets its
-        number. If another thread has made that call already, the numbers are not certain any more.
+        """Takes back a call that raised an exception before it communicated: the next one gets its
+        number. If another thread has made that one already, the numbers are not certain any more.
         """
         seq, index = call[1], call[2]
         if self.entered != seq:
@@ -243,17 +241,17 @@ class StreamRecorder:
             self.ring.write_progress(self.slot, UNKNOWN_COMPLETED, 0)
 
     def poll_works(self, now_ns: int) -> bool:
-        """Drops finished works and records how far the stream is complete. True while some call is
-        unfinished.
-        """
+        """Drops finished works and records the progress. Returns whether a call is unfinished."""
         works = self.pending_works
         if not self._prune_lock.acquire(blocking=False):
             return bool(works)
         try:
             while works:
                 call, work, *_ = works[0]
-                state = self._is_complete(work)
-                if not (len(works) > 1 if state is None else state):
+                is_complete = self._is_complete(work)
+                if is_complete is None:
+                    is_complete = len(works) > 1
+                if not is_complete:
                     break
                 works.popleft()
                 self.ring.record_completion(call[2], now_ns)
@@ -273,8 +271,7 @@ class StreamRecorder:
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
         """Records that the numbers and running hashes of this stream's calls are not certain from
-        call ``from_seq`` on, by default from the next call on. Must come before the next call is
-        recorded.
+        call ``from_seq`` on, by default the next one, which must not be recorded yet.
         """
         self.ring.record_loss(self.slot, from_seq or self.entered + 1, reason)
 
@@ -331,17 +328,13 @@ class DroppableWork:
     was_complete: bool = False  # when it was dropped
 
     def is_complete(self) -> bool | None:
-        """Whether the Work is complete; None if that will never be known, since the job has dropped
-        the Work without waiting.
-        """
+        """Whether the Work is complete; None if the job has dropped it without waiting."""
         if self.boxed is not None:
             return bool(self.unbox(self.boxed).is_completed())
         return self.was_complete or None
 
     def drop_work(self, _: object) -> None:
-        """Releases the Work, whose Python object is being deleted, unless the call is unfinished
-        and its backend keeps the Work.
-        """
+        """Releases the Work when its Python object is deleted, unless the backend still uses it."""
         try:
             self.was_complete = bool(self.is_complete())
             if self.was_complete or not self.backend_keeps_it:
@@ -352,19 +345,8 @@ class DroppableWork:
 
 @functools.cache
 def find_holding_file() -> str:
-    """The file of torch's functions that hold the Work of a call until they return."""
+    """The file of torch's functions whose local variables hold the Work until they return."""
     from torch.distributed import distributed_c10d as c10d
 
     function: FunctionType = run_uncompiled(inspect.unwrap, c10d.isend)
     return function.__code__.co_filename
-
-
-def get_holding_locals(caller: FrameType) -> dict[str, Any] | None:
-    """The local variables of a call's caller if it holds the Work until it returns."""
-    return caller.f_locals if caller.f_code.co_filename == find_holding_file() else None
-
-
-def _set_shared_flag(record_body: bytes) -> bytes:
-    """The body with `RecordFlag.SHARED`, set before the record can be read without it."""
-    size, *middle, flags, peer, tag = RECORD_BODY_STRUCT.unpack(record_body)
-    return RECORD_BODY_STRUCT.pack(size, *middle, flags | RecordFlag.SHARED, peer, tag)

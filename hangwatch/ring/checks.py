@@ -6,18 +6,19 @@ input and one for the result. A ring without the table has no entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from hangwatch.model.calls import Call
 
 from .layout import CHECK_STRUCT, CheckFlag
-from .reader import RingReader
+
+if TYPE_CHECKING:
+    from .reader import RingReader  # the recorder, which writes entries, does not load it
 
 
-@dataclass(frozen=True, slots=True)
-class CheckEntry:
-    """One entry, with its fields in their order there. ``first`` is the first call of the run of
-    non-finite calls that it belongs to, ``rounds`` the length of that run in training rounds.
+class CheckEntry(NamedTuple):
+    """One entry, with its fields in their order there. ``first`` is the first call of its run of
+    non-finite calls, ``rounds`` the length of the run in training rounds.
     """
 
     entered_ns: int
@@ -27,13 +28,21 @@ class CheckEntry:
     nan: int
     inf: int
     first: int
-    stats: tuple[float, float, float, float]  # mean, min, max, norm of the finite elements
+    mean: float  # this and the next three are those of the finite elements
+    lowest: float
+    highest: float
+    norm: float
     uid: int
     signature: int
     site: int
-    flags: CheckFlag
+    flags: int  # of `CheckFlag`
     rounds: int
     overflows: int
+
+    @property
+    def stats(self) -> tuple[float, float, float, float]:
+        """Mean, minimum, maximum and norm of the finite elements."""
+        return self.mean, self.lowest, self.highest, self.norm
 
 
 def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[CheckEntry], int]:
@@ -43,18 +52,15 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
     table = reader.checks
     entries: list[CheckEntry] = []
     while table.count:
-        stamp = reader.read_stamp(table, CHECK_STRUCT, from_index)
+        stamp = reader.read_stamp(table, from_index)
         if stamp > from_index + 1:
-            # The writer has overtaken the reader by a full round or more: its oldest entry is in
-            # the next slot.
+            # The writer is a full round or more ahead: its oldest entry is in the next slot.
             from_index = max(from_index + 1, stamp - table.count)
             continue
         values = reader.read_stamped(table, CHECK_STRUCT, from_index)
         if values is None:  # The entry is not written yet, or only in part.
             break
-        stats, flags = values[8:12], CheckFlag(values[15])
-        fields = (*values[1:8], stats, *values[12:15], flags, *values[16:18])
-        entries.append(CheckEntry(*fields))
+        entries.append(CheckEntry(*values[1:18]))
         from_index += 1
     return entries, from_index
 

@@ -15,10 +15,10 @@ Header (HEADER_SIZE = 16384 bytes)::
      104  u32 pid, i32 reserved
      112  u64 start time of the process in clock ticks since boot (/proc/PID/stat, field 22)
      128  live words, u64 each, see `LiveWord`; each is written atomically
-    1024  identity: u64 lock, u32 length, JSON (IDENTITY_SIZE bytes in all): job, rank, world size,
+    1024  identity: u64 lock, u32 length, JSON (5000 bytes in all): job, rank, world size,
           versions
-    6144  exception: the same format (NOTE_SIZE bytes in all): the exception that ended Python
-    8192  faults: the same format (NOTE_SIZE bytes in all): hangwatch's own errors in this process
+    6144  exception: the same format (2000 bytes in all): the exception that ended Python
+    8192  faults: the same format (2000 bytes in all): hangwatch's own errors in this process
    10240  device table, up to the end of the header
 
 Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll::
@@ -37,7 +37,7 @@ Loss table (a u64 for each slot of the stream table), at the offset in LiveWord.
 The writer sets it before it writes a further record of the stream, and a reader reads it after the
 stream's position and newest record.
 
-Device table (DEVICE_STRUCT.size bytes per slot, DEVICE_SLOTS slots): how far the device has come in
+Device table (DEVICE_STRUCT.size bytes per slot, 128 slots): how far the device has come in
 the collectives of a stream's group, by the counters that the backend keeps (see
 `hangwatch.model.verdicts`). Slots are used in order; unused ones are zero::
 
@@ -86,16 +86,43 @@ from __future__ import annotations
 
 import enum
 import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Slots of equal size. The heap is a table of bytes."""
+
+    offset: int
+    count: int
+    slot_size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.count * self.slot_size
+
+    def locate_slot(self, index: int) -> int:
+        """The offset of the slot of entry ``index``, which may hold an older or a newer one."""
+        return self.offset + index % self.count * self.slot_size
+
+
+class Note(NamedTuple):
+    """A part of the header with a lock and JSON."""
+
+    offset: int
+    size: int
+
 
 MAGIC = b"HANGWTCH"
 LAYOUT_VERSION = 1
 HEADER_SIZE = 16384
 TABLES_STRUCT = struct.Struct("<8s2I11Q2IQ")  # the header's first 120 bytes
 LIVE_OFFSET = 128
-IDENTITY_OFFSET, IDENTITY_SIZE = 1024, 5000
-EXCEPTION_OFFSET, FAULTS_OFFSET, NOTE_SIZE = 6144, 8192, 2000
+IDENTITY = Note(1024, 5000)
+EXCEPTION = Note(6144, 2000)
+FAULTS = Note(8192, 2000)
 NOTE_STRUCT = struct.Struct("<QI")
-DEVICE_OFFSET, DEVICE_SLOTS = 10240, 128
 DEVICE_STRUCT = struct.Struct("<Q2I3qQ")
 STREAM_STRUCT = struct.Struct("<5Q2IQ")
 RECORD_STRUCT = struct.Struct("<7Q5I2iI")
@@ -110,25 +137,26 @@ INTERNED_STRUCT = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN_COMPLETED = (1 << 64) - 1
 
-STREAM_SLOTS, RECORD_SLOTS, SIGNATURE_SLOTS, SITE_SLOTS = 8192, 2048, 3072, 1024
+STREAM_SLOTS, RECORD_SLOTS, CHECK_SLOTS = 8192, 2048, 1024
 HEAP_SIZE = 1 << 22
-CHECK_SLOTS = 1024
-LOSSES_OFFSET = HEADER_SIZE
-STREAMS_OFFSET = LOSSES_OFFSET + STREAM_SLOTS * LOSS_STRUCT.size
-RECORDS_OFFSET = STREAMS_OFFSET + STREAM_SLOTS * STREAM_STRUCT.size
-SIGNATURES_OFFSET = RECORDS_OFFSET + RECORD_SLOTS * RECORD_STRUCT.size
-SITES_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS * INTERNED_SIZE
-HEAP_OFFSET = SITES_OFFSET + SITE_SLOTS * INTERNED_SIZE
-CHECKS_OFFSET = HEAP_OFFSET + HEAP_SIZE  # the file ends here if there are no checks
+DEVICES = Table(10240, 128, DEVICE_STRUCT.size)
+LOSSES = Table(HEADER_SIZE, STREAM_SLOTS, LOSS_STRUCT.size)
+STREAMS = Table(LOSSES.end, STREAM_SLOTS, STREAM_STRUCT.size)
+RECORDS = Table(STREAMS.end, RECORD_SLOTS, RECORD_STRUCT.size)
+SIGNATURES = Table(RECORDS.end, 3072, INTERNED_SIZE)
+SITES = Table(SIGNATURES.end, 1024, INTERNED_SIZE)
+HEAP = Table(SITES.end, HEAP_SIZE, 1)
+CHECKS = Table(HEAP.end, CHECK_SLOTS, CHECK_STRUCT.size)  # the last part, and not in every file
+HEADER_TABLES = (STREAMS, RECORDS, SIGNATURES, SITES, HEAP)  # in the order of the header
 MAX_FILE_BYTES = 64 << 20
 
 # The beginnings and ends of the parts of the file that are allocated when it is created. The file
 # is sparse: few jobs have thousands of process groups and channels, so the writer allocates more of
 # the loss table, the stream table and the heap as it uses them.
 INITIAL_PARTS = (
-    (0, LOSSES_OFFSET + 256 * LOSS_STRUCT.size),
-    (STREAMS_OFFSET, STREAMS_OFFSET + 256 * STREAM_STRUCT.size),
-    (RECORDS_OFFSET, HEAP_OFFSET + (1 << 16)),
+    (0, LOSSES.locate_slot(256)),
+    (STREAMS.offset, STREAMS.locate_slot(256)),
+    (RECORDS.offset, HEAP.offset + (1 << 16)),
 )
 INITIAL_SIZE = sum(end - start for start, end in INITIAL_PARTS)  # the room that a new file takes
 
@@ -166,23 +194,28 @@ class DeviceStatusState(enum.IntEnum):
     OFF = 2  # the Flight Recorder has no buffer
     UNSUPPORTED = 3  # this backend's Flight Recorder keeps no counters
 
+    @classmethod
+    def from_number(cls, number: int) -> DeviceStatusState:
+        """The state with this number; one that only a newer writer knows is unknown."""
+        return cls(number) if number in cls._value2member_map_ else cls.UNKNOWN
 
-class RecordFlag(enum.IntFlag):
-    """The flags of a record."""
+
+class RecordFlag:
+    """The flags of a record. They are plain integers, because the & operator of an enum is slow."""
 
     BLOCKING = 1  # the calling thread waits until the call is complete
     ASYNC = 2  # the calling thread does not wait
     RAISED = 4
-    # Another thread than that of the previous call entered it, without synchronisation between them.
+    # The previous call was made by another thread, and the two threads do not synchronise.
     SHARED = 8
     TIMED = 16  # done_ns is the time of completion itself, not of its detection
-    # The call raised an exception before it communicated, and is no call of its stream: the next one
-    # has its number, and a running hash without it.
+    # The call raised an exception before it communicated, and is no call of its stream: the next
+    # one has its number, and a running hash without it.
     RETRACTED = 32
 
 
-class CheckFlag(enum.IntFlag):
-    """The flags of an entry in the check table."""
+class CheckFlag:
+    """The flags of an entry in the check table, as plain integers."""
 
     OUTPUT = 1  # the entry is about the call's result; otherwise about this rank's input
     CHECKSUM = 2

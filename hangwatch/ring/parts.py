@@ -1,38 +1,35 @@
-"""Reads the raw parts of a ring, and decodes those that are JSON: live words, notes, records, interned
-entries, the heap and the device table.
-
-Each part is read so that a concurrent write is noticed. `hangwatch.ring.layout` documents the
-layout.
+"""Reads the raw parts of a ring, so that concurrent writes are noticed, and decodes their JSON: live
+words, notes, records, interned entries, the heap and the device table.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from dataclasses import dataclass
 from typing import Any
 
-from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind, decode_signature
-from hangwatch.model.groups import DeviceCounters, Group, unpack_ranks
+from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
+from hangwatch.model.groups import DeviceCounters, Group, pack_ranks, unpack_ranks
 
 from . import layout
-from .layout import RECORD_STRUCT, LiveWord, RingError
+from .layout import HEADER_SIZE, RECORD_STRUCT, LiveWord, Note, RingError, Table
 
 # A part that keeps changing is read at most this many times.
 READ_ATTEMPTS = 8
 
+JsonObject = dict[str, Any]
 Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
 # Indices of the fields of a record.
 STAMP, ENTERED_NS, DONE_NS, SEQ, CHAIN, COMPLETED = range(6)
 UID, SIGNATURE, THREAD, FLAGS = 7, 8, 10, 11
+# The errors that decoding raises for JSON that no writer writes.
+MALFORMED_ERRORS = (KeyError, TypeError, ValueError, IndexError, OverflowError)
+LOST_SIGNATURE = Signature(op=UNKNOWN_OP)  # it never counts as different
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The position of a table in the file. The heap is a table of bytes."""
-
-    offset: int
-    count: int
+# Each channel of a group describes all of its members, which may be thousands.
+_pack_ranks_cached = functools.lru_cache(maxsize=8)(pack_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,96 +57,117 @@ class RingParts:
     def __init__(self, data: Any) -> None:
         """``data`` is bytes-like, and can be sliced. Raises RingError if its header is invalid."""
         self.data = data
-        # The lock of each note when it was last read, and its content, by the offset of the note.
-        self._notes: dict[int, tuple[int, dict[str, Any]]] = {}
+        # The lock of each note when it was last read, and its content.
+        self._known_notes: dict[Note, tuple[int, JsonObject]] = {}
         size = len(data)
-        header_size = layout.HEADER_SIZE
-        if size < header_size:
-            raise RingError(f"truncated: {size} bytes, and the header alone takes {header_size}")
-        magic, version, header, file_size, *rest = layout.TABLES_STRUCT.unpack_from(data, 0)
+        if size < HEADER_SIZE:
+            raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
+        magic, version, header_size, file_size, *numbers = layout.TABLES_STRUCT.unpack_from(data, 0)
         if magic != layout.MAGIC:
             raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
-        if version != layout.LAYOUT_VERSION or header != header_size:
+        if version != layout.LAYOUT_VERSION or header_size != HEADER_SIZE:
             raise RingError(
                 f"written in layout {version}, and this hangwatch reads {layout.LAYOUT_VERSION}:"
                 " install one version on the whole node"
             )
         if file_size > layout.MAX_FILE_BYTES or file_size > size:
             raise RingError(f"truncated: {size} bytes of {file_size}")
-        tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
-        tables.append(Table(self.read_live_word(LiveWord.LOSSES), tables[0].count))
-        strides = (
-            layout.STREAM_STRUCT.size,
-            RECORD_STRUCT.size,
-            layout.INTERNED_SIZE,
-            layout.INTERNED_SIZE,
-            1,
-            layout.LOSS_STRUCT.size,
-        )
-        for table, stride in zip(tables, strides, strict=True):
-            end = table.offset + table.count * stride
-            if table.offset < header_size or table.count < 1 or end > file_size:
+        *positions, self.pid, _, self.start_ticks = numbers
+        # The loss table has a slot for each slot of the first table.
+        positions += [self.read_live_word(LiveWord.LOSSES), positions[1]]
+        tables: list[Table] = []
+        for known in (*layout.HEADER_TABLES, layout.LOSSES):
+            table = Table(positions.pop(0), positions.pop(0), known.slot_size)
+            if table.offset < HEADER_SIZE or table.count < 1 or table.end > file_size:
                 raise RingError(
-                    f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies"
-                    " outside the file"
+                    f"corrupt: a table of {table.count} x {table.slot_size} bytes at"
+                    f" {table.offset} lies outside the file"
                 )
+            tables.append(table)
         self.streams, self.records, self.signatures, self.sites, self.heap, self.losses = tables
-        self.pid, _, self.start_ticks = rest[10:13]
         # The check table is behind the heap; without checks it has no entries.
-        checks_offset = self.heap.offset + self.heap.count
-        self.checks = Table(checks_offset, (file_size - checks_offset) // layout.CHECK_STRUCT.size)
+        check_count = (file_size - self.heap.end) // layout.CHECKS.slot_size
+        self.checks = Table(self.heap.end, check_count, layout.CHECKS.slot_size)
 
     def read_live_words(self) -> tuple[int, ...]:
         """All live words, by their index. Each is from a moment of its own."""
         return layout.LIVE_STRUCT.unpack_from(self.data, layout.LIVE_OFFSET)
 
     def read_live_word(self, word: LiveWord) -> int:
-        offset = layout.LIVE_OFFSET + 8 * word
-        return int.from_bytes(self.data[offset : offset + 8], "little")
+        return self._read_word(layout.LIVE_OFFSET + 8 * word)
 
-    def read_note(self, offset: int, max_size: int) -> dict[str, Any] | None:
-        """A part of the header that is guarded by a lock; None if absent or unreadable."""
-        for _ in range(READ_ATTEMPTS):
-            lock, length = layout.NOTE_STRUCT.unpack_from(self.data, offset)
-            if lock % 2 or not length or length > max_size - layout.NOTE_STRUCT.size:
+    def read_note(self, note: Note) -> JsonObject | None:
+        """The content of a note; None if it is absent or unreadable."""
+        known_lock, known_content = self._known_notes.get(note, (0, None))
+        if self._read_word(note.offset) == known_lock:  # it is 0 as long as the note is absent
+            return known_content
+        raw = self._read_locked(note.offset, note.size)
+        if raw is None:
+            return None
+        lock, length = layout.NOTE_STRUCT.unpack_from(raw)
+        if length > note.size - layout.NOTE_STRUCT.size:
+            return None
+        content = parse_object(raw[layout.NOTE_STRUCT.size : layout.NOTE_STRUCT.size + length])
+        if content is not None:
+            self._known_notes[note] = lock, content
+        return content
+
+    def read_device_entries(self) -> tuple[DeviceEntry, ...]:
+        """The entries in the order of their creation, without those that are being written."""
+        entries: list[DeviceEntry] = []
+        for slot in range(layout.DEVICES.count):
+            offset = layout.DEVICES.locate_slot(slot)
+            if not self._read_word(offset):  # slots are used in order
+                break
+            raw = self._read_locked(offset, layout.DEVICES.slot_size)
+            if raw is None:
                 continue
-            cached = self._notes.get(offset)
-            if cached is not None and cached[0] == lock:
-                return cached[1]
-            raw = self._copy_bytes(offset + layout.NOTE_STRUCT.size, length)
-            if layout.NOTE_STRUCT.unpack_from(self.data, offset)[0] == lock:
-                content = parse_object(raw)
-                if content is not None:
-                    self._notes[offset] = lock, content
-                return content
+            values = layout.DEVICE_STRUCT.unpack(raw)
+            _, uid, records_starts, enqueued, started, completed, read_ns = values
+            entry = DeviceEntry(
+                uid=uid,
+                enqueued=enqueued,
+                started=started if records_starts else None,
+                completed=completed,
+                read_ns=read_ns,
+            )
+            entries.append(entry)
+        return tuple(entries)
+
+    def _read_locked(self, offset: int, size: int) -> bytes | None:
+        """A part that begins with its lock; None while it is being written."""
+        for _ in range(READ_ATTEMPTS):
+            raw = self._copy_bytes(offset, size)
+            is_being_written = raw[0] % 2
+            if not is_being_written and self._copy_bytes(offset, size) == raw:
+                return raw
         return None
 
     def count_records(self) -> int:
         """The number of records written so far: the header's count dates from the last poll."""
         written = self.read_live_word(LiveWord.RECORDS)
-        while (stamp := self.read_stamp(self.records, RECORD_STRUCT, written)) > written:
+        while (stamp := self.read_stamp(self.records, written)) > written:
             written = stamp
         return written
 
     def has_record(self, index: int) -> bool:
         """The record with this index was written, or is being written. It may have been overwritten."""
-        return self.read_stamp(self.records, RECORD_STRUCT, index) > index
+        return self.read_stamp(self.records, index) > index
 
-    def read_stamp(self, table: Table, entry_struct: struct.Struct, index: int) -> int:
+    def read_stamp(self, table: Table, index: int) -> int:
         """Index + 1 of the record, or the entry of the check table, in the slot of ``index``."""
-        offset = table.offset + (index % table.count) * entry_struct.size
-        return int.from_bytes(self.data[offset : offset + 8], "little")
+        return self._read_word(table.locate_slot(index))
 
     def read_stamped(
         self, table: Table, entry_struct: struct.Struct, index: int
     ) -> tuple[Any, ...] | None:
         """A record or a check entry; None while it is being written and once it is overwritten."""
-        offset = table.offset + (index % table.count) * entry_struct.size
-        values = entry_struct.unpack_from(self.data, offset)
-        if values[0] != index + 1 or values[-1] != values[0] & 0xFFFFFFFF:
+        values = entry_struct.unpack_from(self.data, table.locate_slot(index))
+        stamp = index + 1
+        if values[0] != stamp or values[-1] != stamp & 0xFFFFFFFF:
             return None
         # Read the stamp again: the slot may have been reused meanwhile.
-        return values if self.read_stamp(table, entry_struct, index) == index + 1 else None
+        return values if self.read_stamp(table, index) == stamp else None
 
     def read_record(self, index: int) -> Record | None:
         """One record; None while it is being written and after it was overwritten."""
@@ -164,7 +182,7 @@ class RingParts:
         while first < end:
             slot = first % self.records.count
             count = min(end - first, self.records.count - slot)
-            offset = self.records.offset + slot * RECORD_STRUCT.size
+            offset = self.records.locate_slot(slot)
             size = count * RECORD_STRUCT.size
             raw = self._copy_bytes(offset, size)
             if self._copy_bytes(offset, size) == raw:
@@ -178,23 +196,18 @@ class RingParts:
             first += count
         return records
 
-    def read_interned(self, table: Table, number: int) -> dict[str, Any] | None:
+    def read_interned(self, table: Table, number: int) -> JsonObject | None:
         """An entry of the signature or site table; None if it was overwritten."""
-        offset = table.offset + (number % table.count) * layout.INTERNED_SIZE
+        offset = table.locate_slot(number)
         slot_number, length = layout.INTERNED_STRUCT.unpack_from(self.data, offset)
         if slot_number != number or length > layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size:
             return None
         raw = self._copy_bytes(offset + layout.INTERNED_STRUCT.size, length)
         # Read the number again: the slot may have been reused meanwhile.
-        if layout.INTERNED_STRUCT.unpack_from(self.data, offset)[0] != number:
-            return None
-        return parse_object(raw)
+        return parse_object(raw) if self._read_word(offset) == number else None
 
-    def read_heap(self, offset: int, length: int) -> dict[str, Any] | None:
-        """The JSON object at ``offset`` of the heap; None if it is outside or malformed."""
-        if length > self.heap.count or offset > self.heap.count - length:
-            return None
-        return parse_object(self._copy_bytes(self.heap.offset + offset, length))
+    def _read_word(self, offset: int) -> int:
+        return int.from_bytes(self.data[offset : offset + 8], "little")
 
     def _copy_bytes(self, offset: int, length: int) -> bytes:
         return bytes(self.data[offset : offset + length])
@@ -205,7 +218,7 @@ def compute_age_s(now_ns: int, then_ns: int) -> float:
     return max(0, now_ns - then_ns) / 1e9 if then_ns else 0.0
 
 
-def parse_object(raw: bytes) -> dict[str, Any] | None:
+def parse_object(raw: bytes) -> JsonObject | None:
     """A JSON object; None if the bytes are anything else."""
     try:
         data = json.loads(raw)
@@ -214,8 +227,31 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def parse_description(data: dict[str, Any]) -> StreamDescription | None:
+def encode_description(
+    kind: StreamKind, group: Group, peer: int | None, tag: int | None
+) -> JsonObject:
+    """The JSON data of a `StreamDescription`; `parse_description` is the inverse."""
+    data: JsonObject = {
+        "kind": kind.value,
+        "name": group.name,
+        "desc": group.desc,
+        "backend": group.backend,
+        "ranks": _pack_ranks_cached(group.ranks),
+        "generation": group.generation,
+        "world": group.world_size,
+    }
+    if group.foreign:
+        data |= {"foreign": group.foreign, "number": group.number}
+    if peer is not None:
+        data |= {"peer": peer, "tag": tag}
+    return data
+
+
+def parse_description(raw: bytes) -> StreamDescription | None:
     """The description of a stream; None if it is malformed."""
+    data = parse_object(raw) or {}
+    peer = data.get("peer")
+    tag = data.get("tag")
     try:
         group = Group(
             name=str(data["name"]),
@@ -227,55 +263,21 @@ def parse_description(data: dict[str, Any]) -> StreamDescription | None:
             foreign=str(data.get("foreign", "")),
             number=int(data.get("number", -1)),
         )
-        peer, tag = data.get("peer"), data.get("tag")
         return StreamDescription(
             kind=StreamKind(data["kind"]),
             group=group,
             peer=None if peer is None else int(peer),
             tag=None if tag is None else int(tag),
         )
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except MALFORMED_ERRORS:
         return None
 
 
-def parse_site(data: dict[str, Any] | None) -> Site | None:
+def parse_site(data: JsonObject | None) -> Site | None:
     """A call site; None if it is lost or malformed."""
     if not data:
         return None
     try:
         return Site(file=str(data["file"]), line=int(data["line"]), function=str(data["function"]))
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except MALFORMED_ERRORS:
         return None
-
-
-def parse_signature(data: dict[str, Any] | None) -> Signature:
-    """A lost or malformed signature becomes operation "?", which never counts as different."""
-    if not data:
-        return Signature(op=UNKNOWN_OP)
-    try:
-        return decode_signature(data)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
-        return Signature(op=UNKNOWN_OP)
-
-
-def read_device_entries(data: Any) -> tuple[DeviceEntry, ...]:
-    """The entries in a mapped ring, in the order of their creation, without those being written."""
-    entries: list[DeviceEntry] = []
-    for slot in range(layout.DEVICE_SLOTS):
-        offset = layout.DEVICE_OFFSET + slot * layout.DEVICE_STRUCT.size
-        for _ in range(READ_ATTEMPTS):
-            values = layout.DEVICE_STRUCT.unpack_from(data, offset)
-            lock, uid, records_starts, enqueued, started, completed, read_ns = values
-            if not lock:  # slots are used in order
-                return tuple(entries)
-            if lock % 2 == 0 and layout.DEVICE_STRUCT.unpack_from(data, offset) == values:
-                entry = DeviceEntry(
-                    uid=uid,
-                    enqueued=enqueued,
-                    started=started if records_starts else None,
-                    completed=completed,
-                    read_ns=read_ns,
-                )
-                entries.append(entry)
-                break
-    return tuple(entries)

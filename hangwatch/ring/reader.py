@@ -1,29 +1,21 @@
 """Reads a ring and validates everything in it. `hangwatch.ring.layout` documents the layout.
 
-The position of a stream is read from the stream table, which the recorder updates when it polls, and
-from the records written since.
+The position of a stream is in the stream table, as of the recorder's last poll, and in records.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
+from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, decode_signature
 
 from . import layout, parts
 from .layout import STREAM_STRUCT, DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
-
-# Plain integers, because the & operator of an enum is slow.
-_BLOCKING = int(RecordFlag.BLOCKING)
-_ASYNC = int(RecordFlag.ASYNC)
-_RAISED = int(RecordFlag.RAISED)
-_SHARED = int(RecordFlag.SHARED)
-_RETRACTED = int(RecordFlag.RETRACTED)
 
 # A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
@@ -51,6 +43,13 @@ class StreamState(parts.StreamDescription):
     loss: Loss | None = None
     read_ns: int = 0  # when it was read; 0: at the time of its snapshot
 
+    @property
+    def is_dormant(self) -> bool:
+        """Whether the stream has no unfinished call, as far as is known."""
+        if self.completed is not None or not self.entered:
+            return self.pending_s is None
+        return self.entered_s >= DORMANT_AFTER_S
+
     def get_entered_ns(self, now_ns: int) -> float:
         """The time at which its newest call was entered; ``now_ns`` is the time of its snapshot."""
         return (self.read_ns or now_ns) - self.entered_s * 1e9
@@ -62,6 +61,10 @@ class StreamState(parts.StreamDescription):
             return self
         pending_s = None if self.pending_s is None else self.pending_s + age_s
         return replace(self, entered_s=self.entered_s + age_s, pending_s=pending_s, read_ns=now_ns)
+
+
+StreamStates = tuple[StreamState, ...]
+DeviceEntries = tuple[parts.DeviceEntry, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +79,21 @@ class RingSnapshot:
     phase_s: float = 0.0
     phase_limit_s: float | None = None
     dropped: int = 0
-    streams: tuple[StreamState, ...] = ()
+    streams: StreamStates = ()
     exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
-    device_entries: tuple[parts.DeviceEntry, ...] = ()
-    # The last of the streams, which have no unfinished call. Their ages are those of the time at which
-    # each was read.
-    dormant_streams: tuple[StreamState, ...] = ()
+    device_entries: DeviceEntries = ()
+    # The last of the streams, which have no unfinished call. Their ages are as of their ``read_ns``.
+    dormant_streams: StreamStates = ()
     # The same streams, in parts that stay the same object as long as none of its streams changes.
-    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+    dormant_chunks: tuple[StreamStates, ...] = ()
     read_ns: int = 0
     opened: int = 0  # streams ever opened
     torn_parts: int = 0  # streams left out because they kept changing or are invalid
 
     @property
-    def active_streams(self) -> tuple[StreamState, ...]:
+    def active_streams(self) -> StreamStates:
         """The streams that are not dormant."""
         return self.streams[: len(self.streams) - len(self.dormant_streams)]
 
@@ -134,8 +136,7 @@ class RecordEntry:
     # Calls of its stream that were complete when it was entered; None if not observable.
     completed: int | None
     call: Call
-    # An upper bound of the call's duration in seconds, see `hangwatch.ring.tracing`; None if it may
-    # be unfinished.
+    # The call's duration in seconds at most (see `hangwatch.ring.tracing`); None: maybe unfinished.
     within_s: float | None = None
 
     @property
@@ -149,27 +150,27 @@ class _Chunk:
     """Adjacent slots. ``dormant`` has their streams if all are, while ``content`` is the same."""
 
     content: tuple[bytes, bytes] = (b"", b"")  # the bytes of the slots and of their losses
-    dormant: tuple[StreamState, ...] | None = None
+    dormant: StreamStates | None = None
 
 
 class RingReader(parts.RingParts):
     """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
     identity raises RingError.
 
-    ``data`` is any bytes-like object that supports slicing, usually an mmap of the file with this
-    ``inode``. Descriptions, signatures and sites are cached, because uids and numbers are not reused,
-    and so are the states of dormant streams: a process may have thousands of channels, of which it
-    uses a few.
+    ``data`` is bytes-like and can be sliced, usually an mmap of the file with this ``inode``.
+    Descriptions, signatures and sites are cached, because uids and numbers are not reused, and so
+    are dormant streams: a process may have thousands of channels, of which it uses a few.
     """
 
     def __init__(self, data: Any, inode: int = 0) -> None:
         super().__init__(data)
         self.inode = inode
-        self._descriptions_by_uid: dict[int, parts.StreamDescription] = {}
+        # The uid and the description of the stream in each slot of the stream table.
+        self._known_streams: dict[int, tuple[int, parts.StreamDescription]] = {}
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}
-        self._dormant: tuple[StreamState, ...] = ()
-        self._dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+        self._dormant: StreamStates = ()
+        self._dormant_chunks: tuple[StreamStates, ...] = ()
         self._known_signatures: dict[int, Signature] = {}
         self._known_sites: dict[int, Site | None] = {}
 
@@ -180,17 +181,17 @@ class RingReader(parts.RingParts):
 
     def read_snapshot(self, now_ns: int) -> RingSnapshot:
         """Reads everything but the calls. Raises RingError if the identity cannot be read."""
-        identity = self.read_note(layout.IDENTITY_OFFSET, layout.IDENTITY_SIZE)
+        identity = self.read_note(layout.IDENTITY)
         if identity is None:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         written = self.count_records()
         words = self.read_live_words()
         streams, torn_parts = self._read_streams(written, now_ns)
-        faults = self.read_note(layout.FAULTS_OFFSET, layout.NOTE_SIZE) or {}
-        device_status, device_entries = self._read_devices(words)
+        faults = self.read_note(layout.FAULTS) or {}
         phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
         phase = self.read_interned(self.sites, phase_number) if phase_number else None
-        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
+        step = words[LiveWord.STEP]
+        phase_limit_ns = words[LiveWord.PHASE_LIMIT_NS]
         return RingSnapshot(
             identity=identity,
             lifecycle=words[LiveWord.LIFECYCLE],
@@ -203,42 +204,32 @@ class RingReader(parts.RingParts):
             streams=streams,
             dormant_streams=self._dormant,
             dormant_chunks=self._dormant_chunks,
-            exception=self.read_note(layout.EXCEPTION_OFFSET, layout.NOTE_SIZE),
-            faults=tuple(str(line) for line in faults.get("lines", ())),
-            device_status=device_status,
-            device_entries=device_entries,
+            exception=self.read_note(layout.EXCEPTION),
+            faults=tuple(map(str, faults.get("lines", ()))),
+            device_status=DeviceStatusState.from_number(words[LiveWord.DEVICE_STATUS]),
+            device_entries=self._read_reported_devices(words),
             read_ns=now_ns,
             opened=words[LiveWord.OPENED],
             torn_parts=torn_parts,
         )
 
-    def read_positions(
-        self, now_ns: int
-    ) -> tuple[Sequence[StreamState], tuple[parts.DeviceEntry, ...]]:
+    def read_positions(self, now_ns: int) -> tuple[StreamStates, DeviceEntries]:
         """The positions of all streams, and of their devices: a part of what a snapshot has."""
         streams, _ = self._read_streams(self.count_records(), now_ns)
-        return streams, self._read_devices(self.read_live_words())[1]
+        return streams, self._read_reported_devices(self.read_live_words())
 
-    def _read_devices(
-        self, words: tuple[int, ...]
-    ) -> tuple[DeviceStatusState, tuple[parts.DeviceEntry, ...]]:
-        try:
-            status = DeviceStatusState(words[LiveWord.DEVICE_STATUS])
-        except ValueError:  # The writer is newer.
-            status = DeviceStatusState.UNKNOWN
-        is_reported = status is DeviceStatusState.REPORTED
-        return status, parts.read_device_entries(self.data) if is_reported else ()
+    def _read_reported_devices(self, words: tuple[int, ...]) -> DeviceEntries:
+        is_reported = words[LiveWord.DEVICE_STATUS] == DeviceStatusState.REPORTED
+        return self.read_device_entries() if is_reported else ()
 
-    def _read_streams(self, written: int, now_ns: int) -> tuple[tuple[StreamState, ...], int]:
-        """All streams, the dormant ones last, and how many were left out. ``written`` is the number of
-        records written so far.
-        """
+    def _read_streams(self, written: int, now_ns: int) -> tuple[StreamStates, int]:
+        """All streams, dormant ones last, and how many were left out; ``written`` records exist."""
         polled = self.read_live_word(LiveWord.RECORDS)
         # The newest record of each stream since the last poll, by uid.
         newest_records = {
             record[UID]: record
             for record in self.read_records(polled, written)
-            if not record[FLAGS] & _RETRACTED
+            if not record[FLAGS] & RecordFlag.RETRACTED
         }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
         slots = self._copy_bytes(self.streams.offset, slot_count * STREAM_STRUCT.size)
@@ -256,69 +247,55 @@ class RingReader(parts.RingParts):
             )
             if chunk.dormant is not None and chunk.content == content and number not in called:
                 continue
+            has_changed |= chunk.dormant is not None
+            chunk.content = content
+            chunk.dormant = None
             states: list[StreamState] = []
             first = number * _CHUNK_SLOTS
             for slot in range(first, min(first + _CHUNK_SLOTS, slot_count)):
-                state = self._read_stream(slot, newest_records, now_ns)
-                if isinstance(state, StreamState):
+                try:
+                    state = self._read_stream(slot, newest_records, now_ns)
+                except RingError:
+                    torn_count += 1
+                    continue
+                if state is not None:
                     states.append(state)
-                    self._chunks_by_uid[state.uid] = number
-                else:
-                    torn_count += state
-            has_changed |= chunk.dormant is not None
-            chunk.content, chunk.dormant = content, None
-            if all(map(_is_dormant, states)) and not torn_count:
-                chunk.dormant, has_changed = tuple(states), True
-            else:
+            if torn_count or not all(state.is_dormant for state in states):
                 active += states
+            else:
+                chunk.dormant = tuple(states)
+                has_changed = True
         if has_changed:
             self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
             self._dormant = tuple(itertools.chain.from_iterable(self._dormant_chunks))
-            self._forget_closed_streams(active)
         return (*active, *self._dormant), torn_count
-
-    def _forget_closed_streams(self, active: list[StreamState]) -> None:
-        """Drops what is cached of closed streams, once that is about half."""
-        known_count = len(active) + len(self._dormant)
-        if len(self._descriptions_by_uid) > 2 * known_count + 2 * _CHUNK_SLOTS:
-            known = {state.uid for state in (*active, *self._dormant)}
-            for cache in (self._descriptions_by_uid, self._chunks_by_uid):
-                for uid in cache.keys() - known:
-                    del cache[uid]
 
     def _read_stream(
         self, slot: int, newest_records: dict[int, Record], now_ns: int
-    ) -> StreamState | int:
-        """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
-        data, offset = self.data, self.streams.offset + slot * STREAM_STRUCT.size
+    ) -> StreamState | None:
+        """The stream in a slot, if any. Raises RingError if it is invalid or keeps changing."""
+        offset = self.streams.locate_slot(slot)
+        loss_offset = self.losses.locate_slot(slot)
         for _ in range(parts.READ_ATTEMPTS):
-            values = STREAM_STRUCT.unpack_from(data, offset)
-            if STREAM_STRUCT.unpack_from(data, offset) != values:
-                continue
-            uid, length, heap_offset = values[5:]
+            values = STREAM_STRUCT.unpack_from(self.data, offset)
+            completed, pending_ns, entered, chain, entered_ns, uid, length, heap_offset = values
             if not uid:
-                return 0
-            description = self._descriptions_by_uid.get(uid)
-            if description is None:
-                document = self.read_heap(heap_offset, length)
-                description = parts.parse_description(document) if document else None
-                if description is None:
-                    return 1
-                self._descriptions_by_uid[uid] = description
-            loss_offset = self.losses.offset + slot * layout.LOSS_STRUCT.size
-            from_seq, reason = unpack_loss(*layout.LOSS_STRUCT.unpack_from(data, loss_offset))
-            if STREAM_STRUCT.unpack_from(data, offset)[5] == uid:
-                break  # Otherwise another stream has taken the slot.
+                return None
+            description = self._find_description(slot, uid, heap_offset, length)
+            from_seq, reason = unpack_loss(*layout.LOSS_STRUCT.unpack_from(self.data, loss_offset))
+            if STREAM_STRUCT.unpack_from(self.data, offset) == values:
+                break
         else:
-            return 1
-        completed, pending_ns, entered, chain, entered_ns = values[:5]
+            raise RingError("the stream keeps changing")
         newest = newest_records.get(uid)
         if newest is not None and newest[SEQ] > entered:
             entered_ns, entered, chain = newest[ENTERED_NS], newest[SEQ], newest[CHAIN]
             if completed != layout.UNKNOWN_COMPLETED:
-                completed = max(completed, min(newest[COMPLETED], entered))
-        is_pending = completed != layout.UNKNOWN_COMPLETED and completed < entered
-        oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
+                completed = max(completed, newest[COMPLETED])
+        pending_s = None
+        if completed < entered:
+            is_newest_oldest = completed + 1 == entered or not pending_ns
+            pending_s = parts.compute_age_s(now_ns, entered_ns if is_newest_oldest else pending_ns)
         return StreamState(
             uid=uid,
             kind=description.kind,
@@ -329,40 +306,63 @@ class RingReader(parts.RingParts):
             completed=None if completed == layout.UNKNOWN_COMPLETED else min(completed, entered),
             chain=chain,
             entered_s=parts.compute_age_s(now_ns, entered_ns),
-            pending_s=parts.compute_age_s(now_ns, oldest_ns) if is_pending else None,
+            pending_s=pending_s,
             loss=Loss(from_seq, LossReason.from_number(reason)) if from_seq else None,
             read_ns=now_ns,
         )
 
+    def _find_description(
+        self, slot: int, uid: int, offset: int, length: int
+    ) -> parts.StreamDescription:
+        """The stream's description, which is read once. Raises RingError if it is invalid."""
+        known_uid, known = self._known_streams.get(slot, (0, None))
+        if known is not None and known_uid == uid:
+            return known
+        description = None
+        if offset + length <= self.heap.count:
+            raw = self._copy_bytes(self.heap.offset + offset, length)
+            description = parts.parse_description(raw)
+        if description is None:
+            raise RingError("the description of the stream is invalid")
+        self._chunks_by_uid.pop(known_uid, None)
+        self._chunks_by_uid[uid] = slot // _CHUNK_SLOTS
+        self._known_streams[slot] = uid, description
+        return description
+
     def read_signature(self, number: int) -> Signature:
-        """The signature with the number that a record refers to; operation "?" if it is lost."""
-        known = self._known_signatures
-        return self._read_known(known, self.signatures, number, parts.parse_signature)
+        """The signature of a record; `LOST_SIGNATURE` if it is overwritten or malformed."""
+        return self._read_known(
+            self._known_signatures, self.signatures, number, decode_signature, parts.LOST_SIGNATURE
+        )
 
     def _read_known(
         self,
         known: dict[int, Interned],
-        table: parts.Table,
+        table: layout.Table,
         number: int,
-        parse: Callable[[dict[str, Any] | None], Interned],
+        decode: Callable[[dict[str, Any]], Interned],
+        lost: Interned,
     ) -> Interned:
-        """The signature or site with this number, which is parsed once."""
+        """The signature or site with this number, which is decoded once."""
         if number in known:
             return known[number]
         data = self.read_interned(table, number)
-        parsed = parse(data)
-        if data is not None:
-            if len(known) >= _MAX_KNOWN:
-                known.clear()
-            known[number] = parsed
-        return parsed
+        if data is None:
+            return lost
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        try:
+            known[number] = decode(data)
+        except parts.MALFORMED_ERRORS:
+            known[number] = lost
+        return known[number]
 
     def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
         """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        known_site = None
+        found: Site | None = None
         if site:
-            known_site = self._read_known(self._known_sites, self.sites, site, parts.parse_site)
-        return Call(seq=seq, signature=self.read_signature(signature), site=known_site, **fields)
+            found = self._read_known(self._known_sites, self.sites, site, parts.parse_site, None)
+        return Call(seq=seq, signature=self.read_signature(signature), site=found, **fields)
 
     def read_calls(
         self,
@@ -371,11 +371,11 @@ class RingReader(parts.RingParts):
         *,
         max_calls: int = 64,
         from_seq: int = 0,
-        to_seq: int | None = None,
+        to_seq: float = inf,
         step: int = 1,
     ) -> list[Call]:
-        """The last calls of one stream that are still in the ring, oldest first: those up to number
-        ``to_seq`` at multiples of ``step``.
+        """The last calls of a stream in the ring up to ``to_seq`` at multiples of ``step``, oldest
+        first.
         """
         calls: list[Call] = []
         for record in self._iter_newest_first():
@@ -384,33 +384,31 @@ class RingReader(parts.RingParts):
             seq = record[SEQ]
             if seq < from_seq:
                 break
-            if seq % step or (to_seq is not None and seq > to_seq):
-                continue
-            if record[FLAGS] & _RETRACTED:
-                self._add_retracted(record, now_ns, calls)
-                continue
-            if len(calls) >= max_calls:
-                break
-            calls.append(self._decode_record(record, now_ns))
+            if seq % step == 0 and seq <= to_seq:
+                if len(calls) >= max_calls and not record[FLAGS] & RecordFlag.RETRACTED:
+                    break
+                self._add_older_call(calls, record, now_ns)
         calls.reverse()
         return calls
-
-    def _add_retracted(self, record: Record, now_ns: int, calls: list[Call]) -> None:
-        """Adds a retracted call to the one that got its number, the last of ``calls``, if any did."""
-        if calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
-            retracted = self._decode_record(record, now_ns)
-            calls[-1] = replace(calls[-1], preceded_by=retracted)
 
     def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
         """The last calls of each stream by uid, oldest first, in one pass, for an exited rank."""
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
-            if record[FLAGS] & _RETRACTED:
-                self._add_retracted(record, now_ns, calls)
-            elif len(calls) < max_calls:
-                calls.append(self._decode_record(record, now_ns))
+            if len(calls) < max_calls or record[FLAGS] & RecordFlag.RETRACTED:
+                self._add_older_call(calls, record, now_ns)
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
+
+    def _add_older_call(self, calls: list[Call], record: Record, now_ns: int) -> None:
+        """Adds the call of a record to the later calls of its stream, newest first. A retracted call
+        is added to the one that got its number, if any did.
+        """
+        if not record[FLAGS] & RecordFlag.RETRACTED:
+            calls.append(self._decode_record(record, now_ns))
+        elif calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
+            retracted = self._decode_record(record, now_ns)
+            calls[-1] = replace(calls[-1], preceded_by=retracted)
 
     def read_newest_call(self, now_ns: int) -> Call | None:
         """The newest call of all streams; None if there is none in the ring."""
@@ -448,7 +446,7 @@ class RingReader(parts.RingParts):
         records: list[Record] = []
         retracted: dict[int, tuple[int, int]] = {}
         for record in self.read_records(first_index, written):
-            if record[FLAGS] & _RETRACTED:
+            if record[FLAGS] & RecordFlag.RETRACTED:
                 retracted[record[STAMP] - 1] = record[UID], record[SEQ]
             elif record[STAMP] > from_index:
                 records.append(record)
@@ -459,7 +457,7 @@ class RingReader(parts.RingParts):
             uid = record[UID]
             chains.setdefault(uid, {})[record[SEQ]] = record[CHAIN]
             newest_signatures[uid] = record[SIGNATURE]
-            if record[FLAGS] & _SHARED:
+            if record[FLAGS] & RecordFlag.SHARED:
                 first_concurrent.setdefault(uid, record[SEQ])
         newest_ops = {
             uid: self.read_signature(number).op for uid, number in newest_signatures.items()
@@ -485,9 +483,9 @@ class RingReader(parts.RingParts):
     def _decode_record(self, record: Record, now_ns: int) -> Call:
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, *_ = record
         blocking = None  # The recorder could not find out.
-        if flags & _BLOCKING:
+        if flags & RecordFlag.BLOCKING:
             blocking = True
-        elif flags & _ASYNC:
+        elif flags & RecordFlag.ASYNC:
             blocking = False
         return self.make_call(
             seq,
@@ -498,11 +496,5 @@ class RingReader(parts.RingParts):
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
             blocking=blocking,
             thread=thread,
-            raised=bool(flags & _RAISED),
+            raised=bool(flags & RecordFlag.RAISED),
         )
-
-
-def _is_dormant(state: StreamState) -> bool:
-    if state.completed is not None or not state.entered:
-        return state.pending_s is None
-    return state.entered_s >= DORMANT_AFTER_S

@@ -31,8 +31,7 @@ def read_trace(
     max_calls: int = 1000,
     is_last: bool = False,
 ) -> TraceBatch:
-    """At most ``max_calls`` calls from record ``from_index`` on, oldest first, of operation ``op``
-    or of all.
+    """At most ``max_calls`` calls from record ``from_index`` on, oldest first, of ``op`` or of all.
 
     The batch ends before the first recent unfinished call, so that it can be reported later with
     its duration. It does not if the next read is the last (``is_last``) or the ring is close to
@@ -44,7 +43,9 @@ def read_trace(
     _bound_durations(entries)
     calls: list[RecordEntry] = []
     other_ops: set[str] = set()
-    missed, position, has_more = max(0, first - from_index), 0, False
+    missed = max(0, first - from_index)
+    position = 0
+    has_more = False
     for position, entry in enumerate(entries):
         may_wait = not is_last and len(entries) - position < reader.record_capacity // 4
         if entry is None:
@@ -77,8 +78,7 @@ def _bound_durations(entries: Sequence[RecordEntry | None]) -> None:
     facts give tighter bounds: a blocking call completed before its thread made the next one, and a
     later record of the same stream holds the number of calls completed when it was written.
     """
-    # The blocking call that a thread is in, and the calls of a stream that are not known to be
-    # complete.
+    # The blocking call that a thread is in, and the calls of a stream that may be incomplete.
     blocking_by_thread: dict[int, RecordEntry] = {}
     unfinished_by_stream: dict[int, list[RecordEntry]] = {}
     for entry in filter(None, entries):

@@ -20,7 +20,7 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Lifecycle
-from hangwatch.ring.layout import LiveWord, RecordFlag
+from hangwatch.ring.layout import EXCEPTION, LiveWord, RecordFlag
 
 sys.path.append(str(Path(__file__).parent))  # the tests run it with PYTHONSAFEPATH
 import blocking_calls
@@ -121,14 +121,15 @@ def main() -> None:
         elif command == "block_all":
             start_blocked_threads()
         elif command == "raise":
-            target.ring.write_exception(
+            target.ring.write_note(
+                EXCEPTION,
                 {
                     "type": "ValueError",
                     "message": "planted",
                     "file": "/job/train.py",
                     "line": 9,
                     "function": "f",
-                }
+                },
             )
             sys.exit(1)
         elif command == "exit":

@@ -1,8 +1,7 @@
-"""The checks of one call: a rank's input is examined before the call, the result where no code of
-the user can have changed it yet.
+"""The checks of one call: a rank's input is examined before the call, the result before the user
+can change it.
 
-A result is available once its Work is complete, and from then on the user may change it. Results
-are examined in between in two cases:
+The user may change a result as soon as its Work is complete. It is examined first in two cases:
 
 - A blocking call: the caller waits for the Work next, in the same thread, so waiting for it here
   changes nothing. This holds on gloo, whose Work may be waited for twice; the result of another
@@ -11,15 +10,15 @@ are examined in between in two cases:
   `backward` returns, and no other code accesses the bucket until then. The engine runs our callback
   after the reducer's, in the same thread.
 
-The results of other asynchronous calls are not examined: their caller may change them immediately
-after waiting.
+The results of other asynchronous calls are not examined: their caller may change them at once.
 
-The findings go to the check table behind the ring's heap. `hangwatch.ring.layout` documents the
-table, `hangwatch.ring.checks` reads it.
+The findings go to the check table behind the ring's heap, which `hangwatch.ring.checks` reads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from dataclasses import dataclass
 from types import FrameType
@@ -31,8 +30,15 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
-from hangwatch.ring import layout
-from hangwatch.ring.layout import CheckFlag, RecordFlag
+from hangwatch.ring.checks import CheckEntry
+from hangwatch.ring.layout import (
+    CHECK_STRUCT,
+    CHECKS,
+    RECORD_STRUCT,
+    RECORDS,
+    CheckFlag,
+    RecordFlag,
+)
 from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
@@ -66,16 +72,14 @@ class PendingCheck:
     arguments: TensorArguments
     tensors: list[Any]
     is_sampled: bool
-    is_gloo: bool
+    is_gloo: bool  # calls on tensors in the host's memory go to gloo
     needs_checksum: bool = False
     needs_overflow_check: bool = False
     needs_stats: bool = False
 
 
 class CallChecker:
-    """Checks the calls of one recorder and writes the results into its ring. No tensor is kept
-    longer than a backward takes.
-    """
+    """Checks the calls of one recorder. No tensor is kept longer than a backward takes."""
 
     def __init__(self, ring: RingWriter, settings: CheckSettings) -> None:
         self.settings = settings
@@ -109,15 +113,17 @@ class CallChecker:
                 and has_several_ranks
             )
             overflows_easily = may_overflow and examine.has_half_precision(inputs)
-            is_noteworthy = nan or inf or overflows_easily or self.nonfinite.has_open_runs
+            has_open_runs = bool(self.nonfinite.runs)
+            is_noteworthy = nan or inf or overflows_easily or has_open_runs
             if level < self._min_level and not is_noteworthy:
                 return None
             call = self.table.read_call(entered)
             is_sampled = level >= self._min_level and level >= min_check_level(
                 self.settings.sample_every, call.size, _LARGE_BYTES
             )
-            if nan or inf or (self.nonfinite.has_open_runs and inputs):
-                inf = inf if inf and arguments.has_summing_op(args, caller) else 0
+            if nan or inf or (has_open_runs and inputs):
+                if inf and not arguments.has_summing_op(args, caller):
+                    inf = 0
                 self.nonfinite.record_call(
                     call, nan, inf, inputs, output=False, is_sampled=is_sampled
                 )
@@ -128,19 +134,28 @@ class CallChecker:
             results = flatten_tensors(args[arguments.replicated_output_index])
             if not all(map(examine.is_readable, results)):
                 return None
+            backends = track.group.backend.split(",")
             pending = PendingCheck(
                 call=call,
                 arguments=arguments,
                 tensors=results,
                 is_sampled=is_sampled,
-                is_gloo=_runs_on_gloo(track),
+                is_gloo="gloo" in backends or "cpu:gloo" in backends,
             )
             pending.needs_overflow_check = (
                 overflows_easily or (may_overflow and is_sampled)
             ) and arguments.has_summing_op(args, caller)
             pending.needs_stats = self.settings.values and is_sampled and not inputs
+            # A sum of floats is the same on all ranks if each part is added up on one rank, which
+            # sends it to all, as in gloo's ring. On other backends each rank may add up in its own
+            # order (MPI permits it), and results may legally differ in the last bit.
+            may_differ = (
+                arguments.is_reduction
+                and not pending.is_gloo
+                and any(tensor.is_floating_point() for tensor in results)
+            )
             is_compared = self.settings.replicas and is_sampled and has_several_ranks
-            pending.needs_checksum = is_compared and _must_be_identical(pending)
+            pending.needs_checksum = is_compared and not may_differ
             is_needed = (
                 pending.needs_checksum or pending.needs_stats or pending.needs_overflow_check
             )
@@ -149,8 +164,14 @@ class CallChecker:
     def check_result(self, pending: PendingCheck, work: Any, caller: FrameType) -> None:
         """Examines the result of a call that returned ``work``, or None if it is complete."""
         if pending.call.flags & RecordFlag.BLOCKING:
-            if work is None or (_wait_for_work(work) if pending.is_gloo else work.is_completed()):
-                self._check_outputs(pending)
+            if work is not None and pending.is_gloo:
+                try:
+                    work.wait()
+                except Exception:  # the caller's own wait raises it
+                    return
+            elif work is not None and not work.is_completed():
+                return
+            self._check_outputs(pending)
         elif (
             work is not None
             and pending.is_gloo
@@ -167,17 +188,10 @@ class CallChecker:
         happens at the same point on every rank, in whatever order the buckets became ready.
         """
         queue = _engine.queue_callback
-
-        def requeue_check() -> None:
-            faults.run_guarded("waiting for the reducer", queue, check_bucket)
-
-        def check_bucket() -> None:
-            faults.run_guarded("examining a bucket", self._check_bucket, pending, future)
-
-        try:
-            queue(requeue_check)
-        except RuntimeError:  # no backward is under way in this thread
-            return
+        guard = faults.run_guarded
+        check = functools.partial(guard, "examining a bucket", self._check_bucket, pending, future)
+        with contextlib.suppress(RuntimeError):  # no backward is under way in this thread
+            queue(functools.partial(guard, "waiting for the reducer", queue, check))
 
     def _check_bucket(self, pending: PendingCheck, future: Any) -> None:
         if not future.done():
@@ -212,37 +226,8 @@ class CallChecker:
         result = examine.compute_stats(tensors)
         if result is not None:
             stats, nonfinite_count = result
-            flags = CheckFlag.VALUES | (CheckFlag.OUTPUT if output else CheckFlag(0))
+            flags = CheckFlag.VALUES | CheckFlag.OUTPUT if output else CheckFlag.VALUES
             self.table.write_check(call, flags, stats=stats, nan=nonfinite_count)
-
-
-def _must_be_identical(pending: PendingCheck) -> bool:
-    """Whether the result must have the same bytes on all ranks.
-
-    This holds for a sum of floats if each part is added up on one rank, which sends it to all, as
-    in gloo's ring. On other backends each rank may add up in its own order (MPI permits it), and
-    results may legally differ in the last bit.
-    """
-    return (
-        not pending.arguments.is_reduction
-        or pending.is_gloo
-        or not any(tensor.is_floating_point() for tensor in pending.tensors)
-    )
-
-
-def _wait_for_work(work: Any) -> bool:
-    """Waits for a call. Returns False if it failed: the caller's own wait will raise the error."""
-    try:
-        work.wait()
-    except Exception:
-        return False
-    return True
-
-
-def _runs_on_gloo(track: GroupTrack) -> bool:
-    """Whether calls on tensors in the host's memory go to gloo."""
-    backends = track.group.backend.split(",")
-    return "gloo" in backends or "cpu:gloo" in backends
 
 
 @dataclass(slots=True)
@@ -263,13 +248,8 @@ class NonfiniteReporter:
         self.scaling = LossScalingTracker()
         self._table = table
         self._overflow_count = 0  # calls with an Inf that loss scaling or half precision explains
-        # The runs by (stream uid, signature, whether the result is non-finite rather than the
-        # input).
-        self._runs: dict[tuple[int, int, bool], _NonfiniteRun] = {}
-
-    @property
-    def has_open_runs(self) -> bool:
-        return bool(self._runs)
+        # The keys are (stream uid, signature, whether the result and not the input is meant).
+        self.runs: dict[tuple[int, int, bool], _NonfiniteRun] = {}
 
     def record_call(
         self,
@@ -286,14 +266,15 @@ class NonfiniteReporter:
         """
         key = (call.uid, call.signature, output)
         if not nan and not inf:
-            self._runs.pop(key, None)
+            self.runs.pop(key, None)
             return
-        if len(self._runs) >= _MAX_RUNS:
-            self._runs.clear()
-        run = self._runs.setdefault(key, _NonfiniteRun(call.seq, self.scaling.rounds))
+        if len(self.runs) >= _MAX_RUNS:
+            self.runs.clear()
+        run = self.runs.setdefault(key, _NonfiniteRun(call.seq, self.scaling.rounds))
         run.call_count += 1
         is_scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
-        self._overflow_count += bool(inf) and (is_scaled or has_half_precision(tensors))
+        if inf and (is_scaled or has_half_precision(tensors)):
+            self._overflow_count += 1
         rounds = self.scaling.rounds - run.first_round
         if run.call_count >= _PERSISTENT_CALLS:
             rounds = max(rounds, PERSISTENT_ROUNDS)
@@ -308,8 +289,10 @@ class NonfiniteReporter:
         run.is_persistence_reported |= reports_persistence
         run.last_reported_ns = call.entered_ns
         flags = CheckFlag.NONFINITE
-        flags |= CheckFlag.SCALED if is_scaled else CheckFlag(0)
-        flags |= CheckFlag.OUTPUT if output else CheckFlag(0)
+        if is_scaled:
+            flags |= CheckFlag.SCALED
+        if output:
+            flags |= CheckFlag.OUTPUT
         self._table.write_check(
             call,
             flags,
@@ -376,17 +359,14 @@ class CheckTableWriter:
 
     def read_call(self, call: EnteredCall) -> CheckedCall:
         """Reads the record of a call that was just entered, and so still exists."""
-        record = layout.RECORD_STRUCT.unpack_from(
-            self._ring.map,
-            layout.RECORDS_OFFSET + (call[2] % layout.RECORD_SLOTS) * layout.RECORD_STRUCT.size,
-        )
+        record = RECORD_STRUCT.unpack_from(self._ring.map, RECORDS.locate_slot(call[2]))
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
         return CheckedCall(entered_ns, seq, chain, size, uid, signature, site, flags)
 
     def write_check(
         self,
         call: CheckedCall,
-        flags: CheckFlag,
+        flags: int,
         *,
         checksum: int = 0,
         nan: int = 0,
@@ -397,10 +377,10 @@ class CheckTableWriter:
         overflows: int = 0,
     ) -> None:
         index = next(self._indices)
-        at = layout.CHECKS_OFFSET + (index % layout.CHECK_SLOTS) * layout.CHECK_STRUCT.size
-        layout.CHECK_STRUCT.pack_into(
-            self._ring.map, at,
-            index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
-            call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0,
-            (index + 1) & 0xFFFFFFFF,
+        entry = CheckEntry(
+            call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
+            call.uid, call.signature, call.site, flags, rounds, overflows & 0xFFFFFFFF,
         )  # fmt: skip
+        stamp = index + 1
+        offset = CHECKS.locate_slot(index)
+        CHECK_STRUCT.pack_into(self._ring.map, offset, stamp, *entry, 0, stamp & 0xFFFFFFFF)

@@ -1,5 +1,4 @@
-"""Examines the tensors of a call without changing them: a checksum, the number of non-finite
-elements, statistics.
+"""Computes the checksum, the number of non-finite elements and statistics of a call's tensors.
 
 Only CPU tensors are examined: reading from a device would mean waiting for it. Call the functions
 within a `DispatchBypass`: then the user's autograd, autocast, dispatch and function modes see no
@@ -20,6 +19,7 @@ import torch
 from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
 
 from ..calls import CallReader, flatten_tensors
+from ..faults import Arguments
 from ..groups import GroupTrack
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -36,9 +36,7 @@ FiniteStats = tuple[float, float, float, float]
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether the tensor is a plain one in the host's memory, rather than a stand-in for one, such
-    as while a graph is traced.
-    """
+    """Whether the tensor is a plain one in the host's memory, not a stand-in, as while tracing."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu
         and tensor.layout is torch.strided and not tensor.is_quantized
@@ -47,8 +45,7 @@ def is_readable(tensor: Any) -> bool:
 
 
 def compute_checksum(tensors: list[Any]) -> int | None:
-    """CRC-32 over the bytes of all tensors in order; None if one is not contiguous, or there are no
-    bytes.
+    """CRC-32 of the bytes of all tensors in order; None for no bytes, or a non-contiguous tensor.
 
     The sign of a zero and the bits of a NaN count, because copies of the same bytes are compared. A
     single flipped bit always changes the checksum.
@@ -69,9 +66,7 @@ def compute_checksum(tensors: list[Any]) -> int | None:
 
 
 class DispatchBypass:
-    """A context in which operators go directly to their kernels, bypassing autograd, autocast,
-    tracing and the user's modes.
-    """
+    """A context in which autograd, autocast, tracing and the user's modes see no operators."""
 
     def __enter__(self) -> None:
         self._active_guards: tuple[Any, ...] = (
@@ -87,27 +82,27 @@ class DispatchBypass:
 
 
 def count_nonfinite(tensors: list[Any]) -> tuple[int, int]:
-    """The number of elements that are NaN, and of those that are Inf.
+    """The numbers of elements that are NaN, and that are Inf.
 
     A sum is finite only if all elements are: in the common case, one quick pass is enough.
     """
     nan = inf = 0
-    for tensor in tensors:
-        if (
-            is_readable(tensor)
-            and (parts := _view_as_floating(tensor)) is not None
-            and not math.isfinite(parts.sum().item())
-        ):
-            for part in _iter_chunks(parts):
+    for tensor in filter(is_readable, tensors):
+        if tensor.is_complex():
+            numbers = torch.view_as_real(tensor)
+        elif tensor.is_floating_point() and tensor.element_size() > 1:
+            numbers = tensor
+        else:  # its type has no NaN, or is an 8-bit float, which supports too few operators
+            continue
+        if not math.isfinite(numbers.sum().item()):
+            for part in _iter_chunks(numbers):
                 nan += int(part.isnan().sum().item())
                 inf += int(part.isinf().sum().item())
     return nan, inf
 
 
 def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
-    """Mean, min, max and norm of the finite elements, and the number of the others; None without
-    elements.
-    """
+    """(Mean, min, max and norm of the finite elements, number of others); None if there are none."""
     count = others = 0
     total = squares = 0.0
     low, high = math.inf, -math.inf
@@ -116,23 +111,21 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
             continue
         for part in _iter_chunks(torch.view_as_real(tensor) if tensor.is_complex() else tensor):
             flat = part.double().flatten()
-            finite = flat if math.isfinite(flat.sum().item()) else flat[flat.isfinite()]
+            finite = flat
+            if not math.isfinite(flat.sum().item()):
+                finite = flat[flat.isfinite()]
             others += flat.numel() - finite.numel()
             if finite.numel():
                 count += finite.numel()
                 total += finite.sum().item()
                 squares += finite.dot(finite).item()
-                low, high = min(low, finite.min().item()), max(high, finite.max().item())
-    if not count and not others:
-        return None
-    if not count:
-        return (0.0, 0.0, 0.0, 0.0), others
-    return (
-        _clamp_to_finite(total / count),
-        low,
-        high,
-        _clamp_to_finite(math.sqrt(squares)),
-    ), others
+                low = min(low, finite.min().item())
+                high = max(high, finite.max().item())
+    if count:
+        mean = _clamp_to_finite(total / count)
+        norm = _clamp_to_finite(math.sqrt(squares))
+        return (mean, low, high, norm), others
+    return ((0.0, 0.0, 0.0, 0.0), others) if others else None
 
 
 def has_half_precision(tensors: list[Any]) -> bool:
@@ -141,19 +134,8 @@ def has_half_precision(tensors: list[Any]) -> bool:
 
 
 def _clamp_to_finite(value: float) -> float:
-    """The value, or the largest float64 in place of Inf, which the sum of float64 values can be and
-    JSON does not have.
-    """
+    """The value, or the largest float64 in place of Inf, which JSON does not have."""
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
-
-
-def _view_as_floating(tensor: Any) -> Any:
-    """The tensor as floating-point numbers; None if its type has no NaN, or is an 8-bit float,
-    which supports too few operators.
-    """
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() and tensor.element_size() > 1 else None
 
 
 def _iter_chunks(tensor: Any) -> Iterator[Any]:
@@ -174,30 +156,23 @@ class TensorArguments:
     """
 
     def __init__(self, reader: CallReader, schema: Any) -> None:
-        names = [argument.name for argument in schema.arguments]
+        spec = reader.spec
+        indices = {argument.name: index for index, argument in enumerate(schema.arguments)}
         self.name = schema.name.partition("::")[2]
         self._reader = reader
-        spec = reader.spec
-        self._input_index = names.index(spec.input_arg) if spec.input_arg in names else -1
-        self.replicated_output_index = (
-            names.index(spec.replicated_arg) if spec.replicated_arg in names else -1
-        )
+        self.input_index = indices.get(spec.input_arg, -1)
+        self.replicated_output_index = indices.get(spec.replicated_arg, -1)
         self.is_reduction = reader.reduce_op_index >= 0 and self.replicated_output_index >= 0
-        self._root_is_source = spec.root_is_source
 
-    @property
-    def is_examined(self) -> bool:
-        return self._input_index >= 0
-
-    def get_inputs(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
+    def get_inputs(self, args: Arguments, track: GroupTrack) -> list[Any]:
         """The input tensors of this rank."""
-        if self._root_is_source and (
-            (group := track.group_ref()) is None or group.rank() != args[self._reader.root_index]
-        ):
-            return []
-        return flatten_tensors(args[self._input_index])
+        if self._reader.spec.root_is_source:
+            group = track.group_ref()
+            if group is None or group.rank() != args[self._reader.root_index]:
+                return []
+        return flatten_tensors(args[self.input_index])
 
-    def has_summing_op(self, args: tuple[Any, ...], caller: FrameType) -> bool:
+    def has_summing_op(self, args: Arguments, caller: FrameType) -> bool:
         """Whether the call adds up or multiplies the inputs of the ranks."""
         if self._reader.reduce_op_index < 0:
             return False

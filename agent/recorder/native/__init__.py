@@ -1,3 +1,1 @@
-"""The recorder in C++: `recorder.cpp` and its headers, the code that builds it, and its Python
-side.
-"""
+"""The recorder in C++: `recorder.cpp` and its headers, its Python side, and the code to build it."""

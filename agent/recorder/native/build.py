@@ -1,8 +1,7 @@
 """Provides the native recorder for the torch of this interpreter, in the cache: the wheel's if it
 works here, else a new one. ``python -P -m hangwatch.agent.recorder.native.build``.
 
-A node agent runs this in the background, `hangwatch doctor` in the foreground; a training process
-never does.
+A node agent runs this in the background, `hangwatch doctor` in the foreground, no training process.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...environment.run_dir import make_private_folder
 from . import cache
+from .cache import Environment
 
-COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
+COMPILE_TIMEOUT_S = 600.0
+CHECK_TIMEOUT_S = 120.0
 COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER_MESSAGE = (
     "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it"
@@ -41,18 +42,17 @@ def get_build_command() -> list[str]:
     return [sys.executable, "-c", f"{PROCESS_PRELUDE} import build; sys.exit(build.main())"]
 
 
-def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
+def make_build_environment(env: Environment) -> dict[str, str]:
     """``env`` for a process that builds, which is neither a rank nor watched."""
-    return {
-        k: v
-        for k, v in env.items()
-        if k not in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    } | {"PYTHONSAFEPATH": "1"}
+    build_env = {**env, "PYTHONSAFEPATH": "1"}
+    for name in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        build_env.pop(name, None)
+    return build_env
 
 
-def build_recorder(env: Mapping[str, str]) -> Path:
-    """Returns the path of a recorder that works here, after building it if necessary. Raises
-    BuildError; a failure that would repeat is recorded in the cache.
+def build_recorder(env: Environment) -> Path:
+    """The path of a recorder that works here, which is built if necessary. Raises BuildError; a
+    failure that would repeat is recorded in the cache.
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
@@ -82,7 +82,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     return target
 
 
-def _find_library(env: Mapping[str, str]) -> Path | None:
+def _find_library(env: Environment) -> Path | None:
     """The recorder that training processes load; None if it is absent or incomplete."""
     try:
         return cache.find_library(env)
@@ -92,7 +92,7 @@ def _find_library(env: Mapping[str, str]) -> Path | None:
         return None
 
 
-def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
+def _compile_recorder(target: Path, env: Environment) -> None:
     compiler = find_compiler(env)
     if compiler is None:
         raise BuildError(NO_COMPILER_MESSAGE)
@@ -108,9 +108,7 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _replace_when_complete(target: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``target``. At the end of the block its file replaces
-    ``target``.
-    """
+    """Yields a path beside ``target``, whose file replaces it at the end of the block."""
     # Builds that were killed have left such files behind.
     for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):
         leftover.unlink()
@@ -124,7 +122,7 @@ def _replace_when_complete(target: Path) -> Iterator[Path]:
         new_library.unlink(missing_ok=True)
 
 
-def compile_library(output: Path, compiler: Sequence[str], env: Mapping[str, str]) -> None:
+def compile_library(output: Path, compiler: Sequence[str], env: Environment) -> None:
     """Compiles the recorder for the torch of this interpreter. Raises BuildError."""
     import torch
 
@@ -144,7 +142,7 @@ def compile_library(output: Path, compiler: Sequence[str], env: Mapping[str, str
     _run_command(command, COMPILE_TIMEOUT_S, env)
 
 
-def check_library(library: Path, env: Mapping[str, str]) -> None:
+def check_library(library: Path, env: Environment) -> None:
     """Tries a recorder in a process of its own. Raises BuildError if it does not work."""
     check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
     _run_command(
@@ -152,7 +150,7 @@ def check_library(library: Path, env: Mapping[str, str]) -> None:
     )
 
 
-def find_compiler(env: Mapping[str, str]) -> list[str] | None:
+def find_compiler(env: Environment) -> list[str] | None:
     """The command of a C++ compiler: the one in CXX, else the first on PATH; None if there is none."""
     if command := env.get("CXX", "").split():
         return command
@@ -163,7 +161,7 @@ def find_compiler(env: Mapping[str, str]) -> list[str] | None:
     return None
 
 
-def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> None:
+def _run_command(argv: list[str], limit_s: float, env: Environment) -> None:
     try:
         done = subprocess.run(
             argv,

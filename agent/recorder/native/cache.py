@@ -4,8 +4,7 @@ version of the sources; and those in a wheel, one for each minor version of torc
 A recorder depends on torch's C++ interfaces, which stay the same in the patch releases of a minor
 version, and on the layout of Python's frames, which is passed to it (`get_frame_layout`); not on
 Python's own interfaces. The wheel's manifest says with which releases each recorder was tried when
-the wheel was built. With another release it is tried first, in a process of its own
-(`build.build_recorder`).
+the wheel was built. With another one, `build.build_recorder` tries it in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+Environment = Mapping[str, str]
+
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
 PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")
 _MANIFEST_PATH = PREBUILT_FOLDER / "manifest.json"
@@ -31,7 +32,7 @@ _DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
 
 
-def get_recorder_mode(env: Mapping[str, str]) -> str:
+def get_recorder_mode(env: Environment) -> str:
     """The value of HANGWATCH_RECORDER; an unknown one counts as auto."""
     mode = env.get("HANGWATCH_RECORDER", "")
     return mode if mode in RECORDER_MODES else "auto"
@@ -57,7 +58,7 @@ def get_compiler_flags() -> list[str]:
     return ["-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}"]
 
 
-def get_library_path(env: Mapping[str, str]) -> Path:
+def get_library_path(env: Environment) -> Path:
     """The path of the recorder for this torch and interpreter, built or not. Imports torch."""
     import torch
 
@@ -81,7 +82,7 @@ def read_sources() -> Mapping[str, str]:
     return {path.name: path.read_text() for path in paths}
 
 
-def get_cache_dir(env: Mapping[str, str]) -> Path:
+def get_cache_dir(env: Environment) -> Path:
     """HANGWATCH_CACHE_DIR, else the user's cache (XDG Base Directory Specification)."""
     if configured := env.get("HANGWATCH_CACHE_DIR"):
         return Path(configured)
@@ -98,8 +99,7 @@ def append_digest(library_path: Path) -> None:
 
 
 def verify_library(library_path: Path) -> None:
-    """Raises OSError if the file must not be loaded: it does not exist, is incomplete, or another
-    user could have written it.
+    """Raises OSError if the file is absent, incomplete, or could have been written by other users.
 
     Loading an incomplete library, which a power failure can leave, kills the process (SIGBUS).
     """
@@ -125,7 +125,7 @@ def _compute_digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def find_library(env: Mapping[str, str]) -> Path | None:
+def find_library(env: Environment) -> Path | None:
     """The recorder that a training process may load: that of the cache, else that of the wheel if
     it was tried with this release of torch; None if there is none. Raises OSError if the one found
     must not be loaded. Imports torch.
@@ -141,7 +141,7 @@ def find_library(env: Mapping[str, str]) -> Path | None:
     return prebuilt
 
 
-def read_build_failure(env: Mapping[str, str]) -> str:
+def read_build_failure(env: Environment) -> str:
     """Why the last build failed; empty if it did not. Imports torch."""
     try:
         return get_library_path(env).with_suffix(".failed").read_text(errors="replace")
@@ -155,8 +155,7 @@ class FrameLayout(ctypes.Structure):
     """
 
     _fields_ = (
-        # The offset in PyThreadState of the pointer to the struct that holds the newest frame; -1
-        # if PyThreadState itself holds it.
+        # The offset in PyThreadState of the pointer to the newest frame's holder; -1: itself.
         ("indirect", ctypes.c_int32),
         ("newest", ctypes.c_int32),  # the offset in that struct of the pointer to the newest frame
         ("back", ctypes.c_int32),  # the offsets in a frame are this and the next two

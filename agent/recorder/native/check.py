@@ -1,6 +1,4 @@
-"""Tries a recorder that was just built, in a process of its own, so that a broken one crashes no
-training.
-"""
+"""Tries a new recorder, in a process of its own, so that a broken one crashes no training."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def main(path: str) -> None:
 
 
 def _check_frames(native: NativeLibrary) -> None:
-    """Checks that the library finds all frames that Python shows, in the same order, and
-    distinguishes the lines in them.
-    """
+    """Checks that the library finds Python's frames, in order, and distinguishes their lines."""
     native_frames = native.read_frames()
     expected_codes = []
     frame: FrameType | None = sys._getframe()

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hangwatch.model.calls import LossReason
-from hangwatch.ring.layout import RECORD_SLOTS, RECORDS_OFFSET
+from hangwatch.ring.layout import RECORDS
 
 from .. import faults
 from ..streams import CallDetails, EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
-from .cache import FrameLayout, get_frame_layout
+from .cache import Environment, FrameLayout, get_frame_layout
 
 _INT64_SIGN_BIT = 1 << 63
 _MAX_FRAMES = 256
@@ -71,17 +70,15 @@ _QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def choose_recorder(
-    env: Mapping[str, str], *, has_checks: bool = False
+    env: Environment, *, has_checks: bool = False
 ) -> tuple[NativeLibrary | None, str]:
-    """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native, the reason is
-    also shown to the user, who requested this recorder.
-    """
+    """The native recorder, or None and the reason, which a user who requested it is shown."""
     mode = cache.get_recorder_mode(env)
     if mode == "python":
         return None, "HANGWATCH_RECORDER=python"
-    if has_checks:
-        native, reason = None, "only the Python recorder supports HANGWATCH_CHECKS"
-    else:
+    native: NativeLibrary | None = None
+    reason = "only the Python recorder supports HANGWATCH_CHECKS"
+    if not has_checks:
         native, reason = _find_library(env)
     if native is None and mode == "native":
         faults.record_message(
@@ -90,7 +87,7 @@ def choose_recorder(
     return native, reason
 
 
-def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
+def _find_library(env: Environment) -> tuple[NativeLibrary | None, str]:
     if reason := cache.explain_unsupported():
         return None, reason
     try:
@@ -102,24 +99,21 @@ def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     return None, cache.read_build_failure(env) or cache.NOT_BUILT_REASON
 
 
-@functools.cache
-def _load_library(path: Path) -> NativeLibrary:
-    return NativeLibrary(path)
-
-
 class NativeLibrary:
     """The loaded library, of which a process has one."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
-        self.lib, self._gil_lib = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        self.lib = ctypes.CDLL(str(path))
+        self._gil_lib = ctypes.PyDLL(str(path))
         for lib, functions in (
             (self.lib, _WAITING_FUNCTIONS),
             (self._gil_lib, _QUICK_FUNCTIONS),
         ):
             for name, (result, *arguments) in functions.items():
                 function = getattr(lib, name)
-                function.restype, function.argtypes = result, arguments
+                function.restype = result
+                function.argtypes = arguments
         self.recorder: int | None = None
         self._ring_buffers: list[Any] = []
         self._fault_count = 0
@@ -128,12 +122,11 @@ class NativeLibrary:
     def attach_ring(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `start_recording` on."""
         base = ctypes.c_char.from_buffer(ring.map)
-        # The ring is never unmapped: a backend's thread may record a completion while the
-        # interpreter exits.
+        # The ring is never unmapped: backends may record completions while the interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
         self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self.recorder = self.lib.hw_create_recorder(
-            ctypes.byref(base), RECORDS_OFFSET, RECORD_SLOTS
+            ctypes.byref(base), RECORDS.offset, RECORDS.count
         )
 
     def register_operator(self, name: str, *, compares_all_tensors: bool) -> None:
@@ -167,33 +160,33 @@ class NativeLibrary:
         self._gil_lib.hw_clear_plans(self.recorder)
 
     def set_code_origin(self, code: int, origin: int | None) -> None:
-        """Passes on the origin that `CallSites` found for the code object with this id. None
-        revokes the origins of all code objects.
-        """
+        """Passes on a code object's origin, by its id; None revokes all: see `CallSites`."""
         if origin is None:
             self._gil_lib.hw_clear_code_origins(self.recorder)
         else:
             self._gil_lib.hw_set_code_origin(self.recorder, code, origin)
 
     def read_frames(self) -> list[tuple[int, int]]:
-        """The calling thread's frames as the library sees them, newest first: (id of the code,
-        offset of the instruction).
-        """
-        codes, instructions = (ctypes.c_uint64 * _MAX_FRAMES)(), (ctypes.c_uint32 * _MAX_FRAMES)()
+        """(Id of the code, offset of the instruction) of this thread's frames, newest first."""
+        codes = (_U64 * _MAX_FRAMES)()
+        instructions = (_U32 * _MAX_FRAMES)()
         count = self._gil_lib.hw_read_frames(codes, instructions, _MAX_FRAMES)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
 
+_load_library = functools.cache(NativeLibrary)
+
+
 class NativeStreamRecorder(StreamRecorder):
-    """A stream whose state is in the library. Calls that are recorded in Python, such as declared
-    ones, are passed to the library, too.
-    """
+    """A stream whose state is in the library, also for calls that Python records."""
 
     __slots__ = ("_native", "handle")
 
     def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
-        self.uid, self.slot = uid, slot
-        self.ring, self._native = ring, native
+        self.uid = uid
+        self.slot = slot
+        self.ring = ring
+        self._native = native
         self.handle: int = native.lib.hw_open_stream(
             native.recorder, uid, slot, ring.get_loss_word(slot)
         )
@@ -201,7 +194,8 @@ class NativeStreamRecorder(StreamRecorder):
     def enter_call(
         self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
     ) -> EnteredCall:
-        native, call = self._native, _NativeCall()
+        native = self._native
+        call = _NativeCall()
         native.lib.hw_enter_call(
             native.recorder, self.handle, agreement_hash, record_body, blocked_thread,
             completion_mode, call,
@@ -209,18 +203,16 @@ class NativeStreamRecorder(StreamRecorder):
         seq, index, entered_ns = call.seq, call.index, call.entered_ns
         return self, seq, index, entered_ns, blocked_thread, completion_mode, agreement_hash
 
-    def finish_call(self, call: EnteredCall) -> None:
-        self._native.lib.hw_finish_call(
-            self._native.recorder, _NativeCall(self.handle, *call[1:]), False
-        )
+    def finish_call(self, call: EnteredCall, *, has_raised: bool = False) -> None:
+        native_call = _NativeCall(self.handle, *call[1:])
+        self._native.lib.hw_finish_call(self._native.recorder, native_call, has_raised)
 
     def fail_call(self, call: EnteredCall) -> None:
-        self._native.lib.hw_finish_call(
-            self._native.recorder, _NativeCall(self.handle, *call[1:]), True
-        )
+        self.finish_call(call, has_raised=True)
 
     def retract_call(self, call: EnteredCall) -> None:
-        self._native.lib.hw_retract_call(self._native.recorder, _NativeCall(self.handle, *call[1:]))
+        native_call = _NativeCall(self.handle, *call[1:])
+        self._native.lib.hw_retract_call(self._native.recorder, native_call)
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
         self._native.lib.hw_mark_incomplete(self._native.recorder, self.handle, reason, from_seq)
@@ -234,9 +226,8 @@ class NativeStreamRecorder(StreamRecorder):
 
 
 def encode_plan(details: CallDetails | None, failure_rule: int) -> list[int]:
-    """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls
-    are not recorded), the agreement hash as a signed number, the remaining details, and the rule
-    for calls that raise an exception.
+    """The plan of a kind of calls, as the kernel expects it: the stream's handle (0: they are not
+    recorded), the agreement hash as a signed number, the remaining details, and the failure rule.
     """
     if details is None:
         return [0] * 10

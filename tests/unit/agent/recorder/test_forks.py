@@ -10,7 +10,7 @@ from hangwatch.agent.recorder import faults, installation
 def test_child_reports_no_faults_in_the_ring_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(faults, "_fault_counts", {})
+    monkeypatch.setattr(faults, "fault_counts", {})
     reported: list[list[str]] = []
     faults.set_listener(lambda: reported.append(faults.format_lines()))
     faults.record_message("of the parent")

@@ -14,7 +14,7 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model import groups as model_groups
 from hangwatch.model.calls import LossReason, StreamKind
-from hangwatch.ring.layout import CHECKS_OFFSET, HEAP_SIZE, INITIAL_SIZE, STREAM_SLOTS
+from hangwatch.ring.layout import CHECKS, HEAP_SIZE, INITIAL_SIZE, STREAM_SLOTS
 from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader, RingSnapshot
 
 SECOND_NS = 1_000_000_000
@@ -72,7 +72,7 @@ def watched(tmp_path: Path) -> WatchedGroups:
 
 def test_file_takes_only_the_room_that_is_used(watched: WatchedGroups) -> None:
     status = os.stat(watched.ring.path)
-    assert status.st_size == CHECKS_OFFSET > 4 << 20
+    assert status.st_size == CHECKS.offset > 4 << 20
     assert status.st_blocks * 512 <= INITIAL_SIZE + (1 << 16) < 3 << 20
 
 

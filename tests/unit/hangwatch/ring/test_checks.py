@@ -10,7 +10,7 @@ import pytest
 from hangwatch.agent.recorder.checks.inspection import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
-from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CHECKS_OFFSET, CheckFlag
+from hangwatch.ring.layout import CHECK_SLOTS, CHECKS, CheckFlag
 from hangwatch.ring.reader import RingReader
 
 
@@ -20,7 +20,7 @@ def ring(tmp_path: Path) -> RingWriter:
         tmp_path / "a.ring",
         pid=os.getpid(),
         start_ticks=1,
-        extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
+        has_checks=True,
     )
 
 
@@ -90,7 +90,7 @@ def test_late_reader_gets_remaining_entries(ring: RingWriter, behind: int) -> No
 
 def test_partial_entry_is_ignored(ring: RingWriter) -> None:
     CheckTableWriter(ring).write_check(make_checked_call(ring, 1), CheckFlag.CHECKSUM)
-    ring.map[CHECKS_OFFSET + CHECK_STRUCT.size - 1] = 7
+    ring.map[CHECKS.locate_slot(1) - 1] = 7
     assert checks.read_check_entries(RingReader(ring.map)) == ([], 0)
 
 

@@ -1,4 +1,4 @@
-"""The device table of a ring: written by the recorder, read by the node agent."""
+"""The device table and the notes of a ring: written by the recorder, read by the node agent."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import pytest
 
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import (
-    DEVICE_OFFSET,
-    DEVICE_SLOTS,
-    DEVICE_STRUCT,
-    FAULTS_OFFSET,
+    DEVICES,
+    EXCEPTION,
+    FAULTS,
     HEADER_SIZE,
+    IDENTITY,
     LIVE_OFFSET,
-    NOTE_SIZE,
     DeviceStatusState,
     LiveWord,
 )
-from hangwatch.ring.parts import DeviceEntry, read_device_entries
+from hangwatch.ring.parts import DeviceEntry, RingParts
 from hangwatch.ring.reader import RingReader
 
 
@@ -35,8 +34,8 @@ def make_entry(uid: int, *, enqueued: int = 6, started: int | None = 5) -> Devic
 
 def test_table_fills_free_space_of_header() -> None:
     """So that readers of an older version ignore it."""
-    assert FAULTS_OFFSET + NOTE_SIZE <= DEVICE_OFFSET
-    assert DEVICE_OFFSET + DEVICE_SLOTS * DEVICE_STRUCT.size <= HEADER_SIZE
+    assert FAULTS.offset + FAULTS.size <= DEVICES.offset
+    assert DEVICES.end <= HEADER_SIZE
 
 
 def test_entries_are_read_as_written(ring: RingWriter) -> None:
@@ -44,7 +43,7 @@ def test_entries_are_read_as_written(ring: RingWriter) -> None:
     for slot, entry in enumerate(entries):
         ring.write_device_entry(slot, make_entry(entry.uid, enqueued=1))
         ring.write_device_entry(slot, entry)
-    assert read_device_entries(ring.map) == entries
+    assert RingParts(ring.map).read_device_entries() == entries
     assert all(entry.is_behind_host for entry in entries)
 
 
@@ -61,11 +60,33 @@ def test_snapshot_has_entries_if_backend_reports_them(ring: RingWriter) -> None:
 def test_entry_being_written_is_left_out(ring: RingWriter) -> None:
     ring.write_device_entry(0, make_entry(3))
     ring.write_device_entry(1, make_entry(4))
-    ring.map[DEVICE_OFFSET] += 1  # the lock is odd
-    assert read_device_entries(ring.map) == (make_entry(4),)
+    ring.map[DEVICES.offset] += 1  # the lock is odd
+    assert RingParts(ring.map).read_device_entries() == (make_entry(4),)
 
 
 def test_unknown_state_of_newer_writer_is_ignored(ring: RingWriter) -> None:
     ring.map[LIVE_OFFSET + 8 * LiveWord.DEVICE_STATUS] = 99
     snapshot = RingReader(ring.map).read_snapshot(100)
     assert snapshot.device_status is DeviceStatusState.UNKNOWN
+
+
+def test_note_that_two_threads_wrote_at_once_stays_readable(ring: RingWriter) -> None:
+    reader = RingParts(ring.map)
+    lock = FAULTS.offset
+    ring.map[lock] = 1  # another thread is writing it
+    ring.write_note(FAULTS, {"lines": ["first"]})
+    assert reader.read_note(FAULTS) == {"lines": ["first"]}
+    ring.write_note(FAULTS, {"lines": ["second"]})
+    assert ring.map[lock] % 2 == 0
+    assert reader.read_note(FAULTS) == {"lines": ["second"]}
+
+
+def test_note_without_room_is_cut_and_leaves_the_next_one_alone(ring: RingWriter) -> None:
+    ring.write_note(FAULTS, {"lines": ["kept"]})
+    ring.write_note(EXCEPTION, {"type": "E", "lines": ["x"], "message": "m" * 3000})
+    assert RingParts(ring.map).read_note(EXCEPTION) == {"type": "E", "message": "m" * 200}
+    ring.write_note(EXCEPTION, dict.fromkeys("abcd", "\N{FIRE}" * 300))
+    assert RingParts(ring.map).read_note(EXCEPTION) is None
+    assert RingParts(ring.map).read_note(FAULTS) == {"lines": ["kept"]}
+    assert EXCEPTION.offset + EXCEPTION.size <= FAULTS.offset
+    assert IDENTITY.offset + IDENTITY.size <= EXCEPTION.offset

@@ -18,7 +18,7 @@ from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import (
     RECORD_SLOTS,
     RECORD_STRUCT,
-    RECORDS_OFFSET,
+    RECORDS,
     UNKNOWN_COMPLETED,
     CheckFlag,
     RecordFlag,
@@ -61,7 +61,6 @@ class TimedRing:
         index = next(self.writer.record_indices)
         completed_field = UNKNOWN_COMPLETED if completed is None else completed
         flags = RecordFlag.BLOCKING if blocking else RecordFlag.ASYNC
-        where = RECORDS_OFFSET + index % RECORD_SLOTS * RECORD_STRUCT.size
         values = (
             index + 1,
             at_ms * NS_PER_MS,
@@ -79,7 +78,7 @@ class TimedRing:
             0,
             index + 1,
         )
-        RECORD_STRUCT.pack_into(self.writer.map, where, *values)
+        RECORD_STRUCT.pack_into(self.writer.map, RECORDS.locate_slot(index), *values)
 
     def list_durations_ms(self, now_ms: int = 10_000) -> list[float | None]:
         trace = read_trace(self.reader, 0, now_ms * NS_PER_MS, is_last=True)
@@ -152,7 +151,7 @@ def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> No
     trace = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
     assert (trace.missed, len(trace.calls), trace.next_index, trace.has_more) == (60, 50, 150, True)
     assert trace.calls[0].call.seq == 101
-    offset = RECORDS_OFFSET + 150 % RECORD_SLOTS * RECORD_STRUCT.size
+    offset = RECORDS.locate_slot(150)
     ring.writer.map[offset : offset + 8] = bytes(8)  # a torn record
     next_trace = read_trace(
         ring.reader, trace.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
@@ -164,8 +163,8 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(4):
         ring.record_call(n, done_ms=n + 1, completed=n)
-    offset = RECORDS_OFFSET + RECORD_STRUCT.size * 2
-    ring.writer.map[offset + RECORD_STRUCT.size - 4 : offset + RECORD_STRUCT.size] = bytes(4)
+    end = RECORDS.locate_slot(3)
+    ring.writer.map[end - 4 : end] = bytes(4)
     trace = read_trace(ring.reader, 0, 50 * NS_PER_MS)
     assert (len(trace.calls), trace.next_index, trace.missed) == (2, 2, 0)
 
@@ -192,7 +191,7 @@ class TestTraceAnswers:
     ) -> None:
         w = watch_ring(make_ring(tmp_path))
         stats = (1.0, float("-inf"), 2.0, float("nan"))
-        entry = CheckEntry(0, 4, 0, 0, 1, 1, 0, stats, 1, 0, 0, CheckFlag.VALUES, 0, 0)
+        entry = CheckEntry(0, 4, 0, 0, 1, 1, 0, *stats, 1, 0, 0, CheckFlag.VALUES, 0, 0)
         monkeypatch.setattr(checks, "read_value_entries", lambda _: {(1, 4): entry})
         requests = TraceRequests()
         requests.add_request(self.make_command(w.key, after=-1), 0)

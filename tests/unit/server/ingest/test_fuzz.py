@@ -25,9 +25,9 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.ring.layout import (
     HEADER_SIZE,
-    HEAP_OFFSET,
-    RECORDS_OFFSET,
-    SIGNATURES_OFFSET,
+    HEAP,
+    RECORDS,
+    SIGNATURES,
     RingError,
 )
 from hangwatch.ring.reader import RingReader
@@ -219,9 +219,9 @@ def test_fuzzed_server_reply_is_parsed_or_rejected(reply_fields: dict[str, Any])
 OFFSET_STRATEGY = st.one_of(
     st.integers(0, 300),
     st.integers(0, HEADER_SIZE + 400),
-    st.integers(RECORDS_OFFSET, RECORDS_OFFSET + 5000),
-    st.integers(SIGNATURES_OFFSET, SIGNATURES_OFFSET + 9000),
-    st.integers(HEAP_OFFSET, HEAP_OFFSET + 3000),
+    st.integers(RECORDS.offset, RECORDS.offset + 5000),
+    st.integers(SIGNATURES.offset, SIGNATURES.offset + 9000),
+    st.integers(HEAP.offset, HEAP.offset + 3000),
 )
 
 

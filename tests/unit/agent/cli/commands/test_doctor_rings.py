@@ -11,7 +11,7 @@ from hangwatch.agent.node.discovery.rings import RingFile
 from hangwatch.agent.recorder.streams import StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import LossReason
-from hangwatch.ring.layout import LiveWord
+from hangwatch.ring.layout import FAULTS, LiveWord
 
 
 def test_incomplete_recordings_are_reported(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_incomplete_recordings_are_reported(tmp_path: Path) -> None:
     assert list(check_ring(file)) == []
     stream.mark_incomplete(LossReason.FAULT)
     ring.set_word(LiveWord.DROPPED, 2)
-    ring.write_faults(["recording all_reduce: OSError: injected"])
+    ring.write_note(FAULTS, {"lines": ["recording all_reduce: OSError: injected"]})
     (finding,) = check_ring(file)
     assert finding.ok is None
     assert finding.detail == (

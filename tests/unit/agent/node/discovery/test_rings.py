@@ -19,10 +19,12 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.protocol import codec
 from hangwatch.ring.layout import (
+    EXCEPTION,
+    FAULTS,
     HEADER_SIZE,
-    HEAP_OFFSET,
-    RECORDS_OFFSET,
-    SIGNATURES_OFFSET,
+    HEAP,
+    RECORDS,
+    SIGNATURES,
     LiveWord,
     RecordFlag,
 )
@@ -48,8 +50,8 @@ def make_ring(folder: Path) -> rings.RingFile:
         )
     ring.write_progress(slot, 38, 0)
     ring.write_pulse(0)
-    ring.write_exception({"type": "KeyError", "message": "x"})
-    ring.write_faults(["something"])
+    ring.write_note(EXCEPTION, {"type": "KeyError", "message": "x"})
+    ring.write_note(FAULTS, {"lines": ["something"]})
     ring.set_word(LiveWord.STEP, 5)
     (ring_file,), foreign = rings.find_ring_files(folder)
     assert foreign == []
@@ -87,9 +89,9 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         range(HEADER_SIZE, HEADER_SIZE + 80),
     ]
     places += [
-        range(RECORDS_OFFSET, RECORDS_OFFSET + 4000),
-        range(HEAP_OFFSET, HEAP_OFFSET + 100),
-        range(SIGNATURES_OFFSET, SIGNATURES_OFFSET + 9000),
+        range(RECORDS.offset, RECORDS.offset + 4000),
+        range(HEAP.offset, HEAP.offset + 100),
+        range(SIGNATURES.offset, SIGNATURES.offset + 9000),
     ]
     for _ in range(120):
         bad = bytearray(good)

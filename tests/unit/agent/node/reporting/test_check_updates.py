@@ -12,7 +12,7 @@ import pytest
 from hangwatch.agent.node.reporting.acked import CheckHistory
 from hangwatch.agent.recorder.checks.inspection import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
+from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.sampling import check_level
 
@@ -26,7 +26,7 @@ def table(tmp_path: Path) -> CheckTableWriter:
             tmp_path / "a.ring",
             pid=os.getpid(),
             start_ticks=1,
-            extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
+            has_checks=True,
         )
     )
 

@@ -17,7 +17,7 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
-from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
+from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.reader import RingReader
 
 
@@ -29,7 +29,7 @@ class CheckRecorder:
             folder / "a.ring",
             pid=os.getpid(),
             start_ticks=1,
-            extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
+            has_checks=True,
         )
         self.checks = CallChecker(self.ring, CheckSettings(nonfinite=True))
 
