@@ -19,14 +19,14 @@ __all__ = ["collective", "phase", "step"]
 class _Watcher(Protocol):
     """The recorder's interface to this module."""
 
-    def enter_phase(self, name: str, limit: float | None) -> Any: ...
-    def leave_phase(self, token: Any) -> None: ...
+    def enter_phase(self, name: str, limit: float | None) -> None: ...
+    def leave_phase(self) -> None: ...
     def step(self, number: int) -> None: ...
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any: ...
     def leave_collective(self, token: Any, returned: bool) -> None: ...
 
 
-# Set by the recorder.
+# Set by the recorder. A child that was forked inside a block has none: the block is its parent's.
 _watcher: _Watcher | None = None
 _is_compiled: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compiling
 
@@ -44,12 +44,13 @@ def phase(name: str, limit: float | None = None) -> Iterator[None]:
     Without a limit, the server's --slow-limit applies. Phases may nest; the innermost one counts.
     """
     watcher = _get_watcher()
-    token = watcher.enter_phase(str(name), limit) if watcher is not None else None
+    if watcher is not None:
+        watcher.enter_phase(str(name), limit)
     try:
         yield
     finally:
-        if watcher is not None:
-            watcher.leave_phase(token)
+        if watcher is not None and watcher is _watcher:
+            watcher.leave_phase()
 
 
 def step(number: int) -> None:
@@ -82,6 +83,5 @@ def collective(
         yield
         returned = True
     finally:
-        # `_watcher` differs in a child that was forked inside the block: the call is its parent's.
         if watcher is not None and watcher is _watcher:
             watcher.leave_collective(token, returned)

@@ -54,7 +54,7 @@ class UserAnnotations:
         self._phases: list[tuple[int, int, int]] = []
         self._declared_streams: dict[DeclaredKey, StreamRecorder | None] = {}
 
-    def enter_phase(self, name: str, limit: float | None) -> Any:
+    def enter_phase(self, name: str, limit: float | None) -> None:
         faults.run_guarded("recording a phase", self._enter_phase, name, limit)
 
     def _enter_phase(self, name: str, limit: float | None) -> None:
@@ -63,7 +63,7 @@ class UserAnnotations:
         self._phases.append((number, monotonic_ns(), int(limit_s * 1e9)))
         self._write_phase()
 
-    def leave_phase(self, token: Any) -> None:
+    def leave_phase(self) -> None:
         if self._phases:
             self._phases.pop()
             run_uncompiled(self._write_phase)

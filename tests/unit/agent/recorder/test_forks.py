@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+import hangwatch
 from hangwatch.agent.recorder import faults, installation
 
 
@@ -17,3 +20,12 @@ def test_child_reports_no_faults_in_the_ring_of_its_parent(
     installation._reset_after_fork()
     faults.record_message("of the child")
     assert reported == [["of the parent"]]
+
+
+def test_child_does_not_end_the_phase_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = mock.Mock()
+    monkeypatch.setattr(hangwatch, "_watcher", watcher)
+    with hangwatch.phase("evaluation"):
+        installation._reset_after_fork()
+    watcher.enter_phase.assert_called_once_with("evaluation", None)
+    watcher.leave_phase.assert_not_called()

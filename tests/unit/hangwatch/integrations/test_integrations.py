@@ -19,13 +19,14 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.events: list[object] = []
+        self._open_phases: list[str] = []
 
-    def enter_phase(self, name: str, limit: float | None) -> Any:
+    def enter_phase(self, name: str, limit: float | None) -> None:
         self.events.append((name, limit))
-        return name
+        self._open_phases.append(name)
 
-    def leave_phase(self, token: Any) -> None:
-        self.events.append(f"end of {token}")
+    def leave_phase(self) -> None:
+        self.events.append(f"end of {self._open_phases.pop()}")
 
     def step(self, number: int) -> None:
         self.events.append(number)
