@@ -64,10 +64,10 @@ class DurationHistogram:
     counts: dict[int, int] = field(default_factory=dict)
     longest_us: float = 0.0
 
-    def add_duration(self, us: float, times: int = 1) -> None:
+    def add_duration(self, us: float) -> None:
         us = min(max(us, 0.0), MAX_DURATION_US)
         bucket = int(BUCKETS_PER_OCTAVE * math.log2(us)) + 1 if us >= 1 else 0
-        self.counts[bucket] = self.counts.get(bucket, 0) + times
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
         self.longest_us = max(self.longest_us, us)
 
     def merge_counts(self, counts: Iterable[tuple[int, int]], longest_us: float) -> None:

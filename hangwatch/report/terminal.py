@@ -396,9 +396,7 @@ def _format_flight_file(document: Document) -> Iterator[str]:
     yield from wrap_text(file, indent="  ")
 
 
-def format_stacks(
-    document: Document, paint: Paint = PLAIN_PAINT, full: bool = False
-) -> Iterator[str]:
+def format_stacks(document: Document, paint: Paint, full: bool) -> Iterator[str]:
     """The stacks in the document's order (culprits first), with the innermost frame on top; failed
     samples with their remedy.
     """

@@ -21,6 +21,7 @@ from .profile import CountedStack
 MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
 _MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
 _MAX_LINES = 5
+_MAX_HOTTEST = 5  # functions
 _WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_call_impl$")
 
 # Ranks, and their frames from the innermost outwards.
@@ -188,9 +189,7 @@ def _build_nodes(
     return tuple(nodes)
 
 
-def find_hottest_functions(
-    stacks: Iterable[CountedStack], limit: int = 5
-) -> tuple[tuple[Frame, int], ...]:
+def find_hottest_functions(stacks: Iterable[CountedStack]) -> tuple[tuple[Frame, int], ...]:
     """The user's innermost functions, each at its most frequent line, with the number of samples in
     it or in library functions that it calls.
 
@@ -208,7 +207,7 @@ def find_hottest_functions(
         for counts in frames_by_function.values()
     ]
     ranked.sort(key=lambda item: -item[1])
-    return tuple(ranked[:limit])
+    return tuple(ranked[:_MAX_HOTTEST])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,18 +223,18 @@ class ProfileBar:
 
 
 def layout_bars(
-    stacks: Iterable[CountedStack], x: float, depth: int, total: int, min_width: float
+    stacks: Iterable[CountedStack], x: float, total: int, min_width: float
 ) -> list[ProfileBar]:
     """The bars of a flame graph from ``x`` on, without those narrower than ``min_width``."""
     bars: list[ProfileBar] = []
     ordered = sorted(stacks, key=lambda stack: [(f.function, f.file, f.line) for f in stack[0]])
     to_lay_out = [(ordered, x, 0)]
     while to_lay_out:  # A recursion could be deeper than Python's own limit allows.
-        level_stacks, left, level = to_lay_out.pop()
+        level_stacks, left, depth = to_lay_out.pop()
         groups: dict[Frame, list[CountedStack]] = {}
         for frames, count in level_stacks:
-            if level < len(frames):
-                groups.setdefault(frames[level], []).append((frames, count))
+            if depth < len(frames):
+                groups.setdefault(frames[depth], []).append((frames, count))
         for frame, inside in groups.items():
             samples = sum(count for _, count in inside)
             width = samples / total
@@ -243,12 +242,12 @@ def layout_bars(
                 bar = ProfileBar(
                     x=left,
                     width=width,
-                    depth=depth + level,
+                    depth=depth,
                     frame=frame,
                     samples=samples,
                     is_user=not is_library(frame.file),
                 )
                 bars.append(bar)
-                to_lay_out.append((inside, left, level + 1))
+                to_lay_out.append((inside, left, depth + 1))
             left += width
     return bars

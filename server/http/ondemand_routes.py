@@ -256,7 +256,7 @@ def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, r
     for label, thread in threads:
         root = Frame(function=label, file="", line=0)
         stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
-        bars += trees.layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        bars += trees.layout_bars(stacks, x, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
         x += thread.sample_count / total
     return pages.render_flame_graph(
         title,

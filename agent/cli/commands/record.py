@@ -8,6 +8,7 @@ import argparse
 import functools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,16 +142,16 @@ def _await_recording(client: Client, path: str, document: dict[str, Any]) -> dic
     last_progress = ""
     with show_progress() as replace_line:
         while document.get("status") == "pending":
-            by_status: dict[str, list[int]] = {}
+            by_status: defaultdict[str, list[int]] = defaultdict(list)
             ranks = get_parts(document, "ranks")
             for rank in ranks:
-                by_status.setdefault(rank.get("status", ""), []).append(rank["rank"])
-            progress = f"waiting for {name_ranks(by_status.get('waiting'))}"
-            if "recording" in by_status:
+                by_status[rank.get("status", "")].append(rank["rank"])
+            progress = f"waiting for {name_ranks(by_status['waiting'])}"
+            if by_status["recording"]:
                 recorded = name_ranks(by_status["recording"])
                 progress = f"recording {recorded} for {document.get('seconds')} s"
             if len(ranks) > 1:
-                done_count = len(by_status.get("done", [])) + len(by_status.get("failed", []))
+                done_count = len(by_status["done"]) + len(by_status["failed"])
                 progress += f", {done_count} of {len(ranks)} done"
             replace_line(f"{progress}, {time.monotonic() - began:.0f} s")
             if progress != last_progress and not sys.stderr.isatty():

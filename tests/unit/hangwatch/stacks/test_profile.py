@@ -113,15 +113,15 @@ def test_endless_recursion_ends() -> None:
     while node:
         depth, node = depth + 1, node[0].children
     assert depth < 100
-    assert len(layout_bars([(frames, 1)], 0.0, 0, 1, 0.0)) == 400
+    assert len(layout_bars([(frames, 1)], 0.0, 1, 0.0)) == 400
 
 
 def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
-    bars = layout_bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
+    bars = layout_bars(profile.threads[0].stacks, 0.5, 200, 0.001)
     widths = {(b.frame.function, b.frame.line): (b.x, b.width, b.depth) for b in bars}
-    assert widths["<module>", 60] == (0.5, 0.5, 1)
+    assert widths["<module>", 60] == (0.5, 0.5, 0)
     assert widths["train", 55][1] == 0.3 and widths["train", 52][1] == 0.15
-    starts = sorted(b.x for b in bars if b.depth == 2)
+    starts = sorted(b.x for b in bars if b.depth == 1)
     assert starts == pytest.approx([0.5, 0.65, 0.95])
 
 
