@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from pydantic import SecretStr
-
 from hangwatch import __version__
 from hangwatch.report.text import clean_text
 
@@ -26,7 +24,7 @@ from .app import build_app
 from .core import limits, load
 from .core.load import ThrottledListener
 from .http.connections import HttpServer
-from .settings import TEST_ALERT_FLAG, Settings, SettingsError, load_settings
+from .settings import TEST_ALERT_FLAG, Settings, SettingsError, load_settings, reveal_secret
 from .storage.database import StoreError
 from .storage.store import Store
 
@@ -48,7 +46,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class StartError(Exception):
-    """The server cannot start. The message says why and what to do."""
+    """The server cannot start. The message has the reason and the remedy."""
 
 
 def main() -> int:
@@ -65,7 +63,14 @@ def main() -> int:
     # Malformed requests are not the operator's concern.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     if TEST_ALERT_FLAG in sys.argv:
-        return _test_alerts(settings)
+        channels = settings.make_alert_channels()
+        if not channels:
+            _print_message("there is no alert channel to test: give --alert URL or --alert-command")
+            return USAGE
+        results = send_test_messages(channels, _find_base_url(settings, settings.port))
+        for name, problem in results:
+            print(f"{name}: {problem or 'accepted the message'}")
+        return FAILED if any(problem for _, problem in results) else 0
     try:
         return _serve(settings)
     except (StartError, StoreError) as error:
@@ -77,30 +82,18 @@ def _print_message(message: str) -> None:
     print(f"hangwatch-server: {message}", file=sys.stderr, flush=True)
 
 
-def _test_alerts(settings: Settings) -> int:
-    channels = settings.make_alert_channels()
-    if not channels:
-        _print_message("there is no alert channel to test: give --alert URL or --alert-command")
-        return USAGE
-    results = send_test_messages(channels, _find_base_url(settings, settings.port))
-    for name, problem in results:
-        print(f"{name}: {problem or 'accepted the message'}")
-    return FAILED if any(problem for _, problem in results) else 0
-
-
-def _reveal_secret(secret: SecretStr | None) -> str | None:
-    return secret.get_secret_value() if secret is not None else None
-
-
 def _serve(settings: Settings) -> int:
     os.umask(0o077)  # incidents show stacks, and the data folder may exist already
     _check_certificate(settings)
-    _allow_connections()
+    # A large job has more hosts than the usual 1024 open files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # the limit stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     gc.set_threshold(*load.THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with listen(settings.host, settings.port) as listening:
-        store = Store(settings.data_dir, _reveal_secret(settings.database), settings.name)
-        token = _reveal_secret(settings.token)
+        store = Store(settings.data_dir, reveal_secret(settings.database), settings.name)
+        token = reveal_secret(settings.token)
         address, port = listening.getsockname()[:2]
         if token is None and not (address.startswith("127.") or address == "::1"):
             token = kept_token(settings.data_dir)
@@ -147,13 +140,6 @@ def _check_certificate(settings: Settings) -> None:
             f"{files}: {why}; both should be readable PEM files that belong together, the key"
             " without a passphrase"
         ) from None
-
-
-def _allow_connections() -> None:
-    """Raises the limit of open files: a large job has more hosts than the usual 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # the limit stays as it is
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -14,15 +14,14 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     Field,
     FiniteFloat,
     SecretStr,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -39,36 +38,31 @@ from .alerting import channels
 from .recovery import policy
 
 CONFIG_FILE_NAME = "hangwatch.toml"
-# The pattern that a field's text must match, and the message for any other text.
-_TEXT_SHAPES = {
-    "database": (
-        r"(?s)postgres(ql)?://[^/]*/[^/].*",
-        "should look like postgresql://USER:PASSWORD@HOST/NAME",
-    ),
-    "public_url": (
-        r"https?://[^/\s?#]+(/[^\s?#]*)?",
-        "should look like https://watch.example/hangwatch",
-    ),
-    "root_path": (r"(/[\w.~-]+)*/?", "should look like /hangwatch"),
-    "host": (r".+", "should be an address of this machine, such as 0.0.0.0"),
-    "name": (r".+", "should not be empty"),
-    "alert_secret": (r"(?s).{16,}", "should have 16 characters or more"),
-    "token": (r"[!-~]+", "should be one or more printable ASCII characters without spaces"),
-}
-
 TEST_ALERT_FLAG = "--test-alert"
 
-_METAVARS_BY_NAME = {
-    "alert": "URL",
-    "database": "URL",
-    "public_url": "URL",
-    "data_dir": "DIR",
-    "retention_days": "DAYS",
-    "retention_mb": "MB",
-    "on_hang": "{report,abort}",
-    "abort_kinds": "KINDS",
-}
-_METAVARS_BY_TYPE: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
+
+class _Metavar(str):
+    """The placeholder of a field's value in ``--help``; by default, the field's name."""
+
+
+def _matching(pattern: str, problem: str) -> AfterValidator:
+    """Rejects a text that does not match the pattern; ``problem`` is the message."""
+
+    def check(value: str | SecretStr | None) -> str | SecretStr | None:
+        text = reveal_secret(value) if isinstance(value, SecretStr) else value
+        if text is not None and not re.fullmatch(pattern, text):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+Seconds = Annotated[FiniteFloat, _Metavar("SECONDS")]
+Number = Annotated[int, _Metavar("N")]
+OptionalFile = Annotated[
+    Path | None, AfterValidator(lambda path: path and path.expanduser()), _Metavar("FILE")
+]
+_WITHOUT_TRAILING_SLASH = AfterValidator(lambda text: text and text.rstrip("/"))
 
 
 def default_data_dir() -> Path:
@@ -91,61 +85,90 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    host: str = "127.0.0.1"
+    host: Annotated[
+        str, _matching(r".+", "should be an address of this machine, such as 0.0.0.0")
+    ] = "127.0.0.1"
     """address to listen on; 0.0.0.0 for every interface"""
-    port: int = Field(8642, ge=0, le=65535)
+    port: Number = Field(8642, ge=0, le=65535)
     """port to listen on; 0 takes a free one"""
-    data_dir: Path = Field(default_factory=default_data_dir)
+    data_dir: Annotated[Path, AfterValidator(Path.expanduser), _Metavar("DIR")] = Field(
+        default_factory=default_data_dir
+    )
     """folder in which incidents are kept (default: $XDG_STATE_HOME/hangwatch)"""
-    database: SecretStr | None = None
+    database: Annotated[
+        SecretStr | None,
+        _matching(
+            r"(?s)postgres(ql)?://[^/]*/[^/].*",
+            "should look like postgresql://USER:PASSWORD@HOST/NAME",
+        ),
+        _Metavar("URL"),
+    ] = None
     """database for incidents in place of that folder: postgresql://USER:PASSWORD@HOST/NAME; several
     servers may share it
     """
-    name: str = Field(default_factory=socket.gethostname)
+    name: Annotated[str, _matching(r".+", "should not be empty")] = Field(
+        default_factory=socket.gethostname
+    )
     """name of this server in a database that several servers share (default: the host's name)"""
-    retention_days: FiniteFloat = Field(90.0, gt=0)
+    retention_days: Annotated[FiniteFloat, _Metavar("DAYS")] = Field(90.0, gt=0)
     """days after which an incident is deleted"""
-    retention_mb: FiniteFloat = Field(1024.0, gt=0)
+    retention_mb: Annotated[FiniteFloat, _Metavar("MB")] = Field(1024.0, gt=0)
     """megabytes of incidents to keep; beyond it the oldest are deleted"""
-    token: SecretStr | None = None
+    token: Annotated[
+        SecretStr | None,
+        _matching(r"[!-~]+", "should be one or more printable ASCII characters without spaces"),
+    ] = None
     """secret that agents and users must present; generated at startup if the host is not loopback"""
-    tls_cert: Path | None = None
+    tls_cert: OptionalFile = None
     """certificate chain (PEM), to serve https"""
-    tls_key: Path | None = None
+    tls_key: OptionalFile = None
     """its private key (PEM); may be omitted if the chain's file contains it"""
-    public_url: str | None = None
+    public_url: Annotated[
+        str | None,
+        _matching(
+            r"https?://[^/\s?#]+(/[^\s?#]*)?", "should look like https://watch.example/hangwatch"
+        ),
+        _WITHOUT_TRAILING_SLASH,
+        _Metavar("URL"),
+    ] = None
     """address at which users reach this server, for links in alerts, if that of a reverse proxy
     differs from this host's
     """
-    root_path: str = ""
+    root_path: Annotated[
+        str, _matching(r"(/[\w.~-]+)*/?", "should look like /hangwatch"), _WITHOUT_TRAILING_SLASH
+    ] = ""
     """path prefix under which a reverse proxy serves it (default: that of --public-url)"""
-    stall_after: FiniteFloat = Field(60.0, gt=0)
+    stall_after: Seconds = Field(60.0, gt=0)
     """seconds after which a wait becomes an incident"""
-    slow_limit: FiniteFloat = Field(360.0, gt=0)
+    slow_limit: Seconds = Field(360.0, gt=0)
     """seconds after which a slow rank becomes an alert"""
-    startup_after: FiniteFloat = Field(300.0, gt=0)
+    startup_after: Seconds = Field(300.0, gt=0)
     """seconds after which a wait for ranks that have not started, or for a communicator that is
     being made, becomes an alert; before, from --stall-after on, it is a warning
     """
-    alert: Annotated[tuple[str, ...], NoDecode] = ()
+    alert: Annotated[tuple[str, ...], NoDecode, _Metavar("URL")] = ()
     """receiver of alerts: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty, mailto://
     and a hundred others; may be given several times
     """
-    alert_secret: SecretStr | None = None
+    alert_secret: Annotated[
+        SecretStr | None, _matching(r"(?s).{16,}", "should have 16 characters or more")
+    ] = None
     """secret with which webhooks are signed, so that a receiver can verify their origin"""
     alert_command: str | None = None
     """command to run for each alert, without a shell; receives it as JSON on stdin"""
-    repeat_interval: FiniteFloat = Field(14400.0, ge=0)
+    repeat_interval: Seconds = Field(14400.0, ge=0)
     """seconds after which an alert is repeated while the job still hangs; 0 for never"""
-    on_hang: Literal["report", "abort"] = "report"
+    on_hang: Annotated[Literal["report", "abort"], _Metavar("{report,abort}")] = "report"
     """abort: end an alert's culprits (all ranks, if no culprit is named or left), so that the
     launcher restarts them
     """
-    abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = policy.DEFAULT_KINDS
+    abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode, _Metavar("KINDS")] = (
+        policy.DEFAULT_KINDS
+    )
     """kinds of alert for which --on-hang abort ends ranks, separated by commas"""
-    abort_after: FiniteFloat = Field(30.0, ge=0)
+    abort_after: Seconds = Field(30.0, ge=0)
     """seconds for which such an alert is open, without any progress, before ranks are ended"""
-    abort_limit: int = Field(3, ge=1)
+    abort_limit: Number = Field(3, ge=1)
     """incidents of one job for which ranks are ended, until an attempt of it succeeds"""
 
     @classmethod
@@ -161,7 +184,7 @@ class Settings(BaseSettings):
 
     def make_alert_channels(self) -> list[channels.AlertChannel]:
         """The alert channels that the settings name."""
-        secret = self.alert_secret.get_secret_value() if self.alert_secret else None
+        secret = reveal_secret(self.alert_secret)
         return channels.make_channels(self.alert, secret, self.alert_command)
 
     @field_validator("alert", mode="before")
@@ -191,27 +214,6 @@ class Settings(BaseSettings):
         if value is not None:
             channels.check_command(value)
         return value
-
-    @field_validator(*_TEXT_SHAPES)
-    @classmethod
-    def _check_text_shape(
-        cls, value: str | SecretStr | None, info: ValidationInfo
-    ) -> str | SecretStr | None:
-        pattern, problem = _TEXT_SHAPES[info.field_name or ""]
-        text = value.get_secret_value() if isinstance(value, SecretStr) else value
-        if text is not None and not re.fullmatch(pattern, text):
-            raise ValueError(problem)
-        return value
-
-    @field_validator("public_url", "root_path")
-    @classmethod
-    def _strip_trailing_slash(cls, value: str | None) -> str | None:
-        return value and value.rstrip("/")
-
-    @field_validator("data_dir", "tls_cert", "tls_key")
-    @classmethod
-    def _expand_home(cls, value: Path | None) -> Path | None:
-        return value and value.expanduser()
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
@@ -247,6 +249,10 @@ class Settings(BaseSettings):
         )
 
 
+def reveal_secret(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()
+
+
 class SettingsError(Exception):
     """A setting that cannot be used. The message names it and the remedy."""
 
@@ -260,8 +266,19 @@ def load_settings(argv: Sequence[str]) -> Settings:
     try:
         return Settings(**flag_values)
     except ValidationError as error:
-        problems = error.errors(include_input=False)
-        explanations = [_explain_error(problem["loc"], problem["msg"]) for problem in problems]
+        explanations: list[str] = []
+        for problem in error.errors(include_input=False):
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            text = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
+            if name in Settings.model_fields:
+                places = f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME})"
+                text = f"{places} {text}"
+            elif problem["loc"]:
+                names = ", ".join(Settings.model_fields)
+                text = (
+                    f"{CONFIG_FILE_NAME} has an unknown setting {name!r}; known settings: {names}"
+                )
+            explanations.append(text)
         raise SettingsError("\n".join(explanations)) from None
     except ValueError as error:  # TOMLDecodeError, whose module came with Python 3.11
         raise SettingsError(f"{CONFIG_FILE_NAME} is not valid TOML: {error}") from None
@@ -290,12 +307,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="send a test message to every alert channel, print the results, and exit",
     )
     for name, field in Settings.model_fields.items():
-        description = " ".join((field.description or "").split())
-        help_text = f"{description}{_describe_default(field)} [HANGWATCH_{name.upper()}]"
-        metavar = _METAVARS_BY_NAME.get(name) or _METAVARS_BY_TYPE.get(field.annotation)
+        help_text = " ".join((field.description or "").split())
+        default = field.default
+        if isinstance(default, (int, float)):
+            default = f"{default:g}"
+        elif isinstance(default, tuple):
+            default = ",".join(part.value for part in default)
+        if default and field.default_factory is None:  # otherwise the description has it
+            help_text += f" (default: {default})"
+        help_text += f" [HANGWATCH_{name.upper()}]"
+        metavars = [entry for entry in field.metadata if isinstance(entry, _Metavar)]
         parser.add_argument(
             format_flag(name),
-            metavar=metavar or name.upper(),
+            metavar=metavars[0] if metavars else name.upper(),
             action="append" if name == "alert" else "store",
             default=argparse.SUPPRESS,
             help=help_text.replace("%", "%%"),
@@ -309,25 +333,3 @@ def format_flag(name: str) -> str:
     '--stall-after'
     """
     return "--" + name.replace("_", "-")
-
-
-def _describe_default(field: FieldInfo) -> str:
-    default = field.default
-    if field.default_factory is not None:
-        return ""  # the description says it
-    if isinstance(default, (int, float)):
-        default = f"{default:g}"
-    elif isinstance(default, tuple):
-        default = ",".join(part.value for part in default)
-    return f" (default: {default})" if default else ""
-
-
-def _explain_error(loc: tuple[int | str, ...], message: str) -> str:
-    message = message.removeprefix("Value error, ").replace("Input should", "should")
-    if not loc:
-        return message
-    name = str(loc[0])
-    if name not in Settings.model_fields:
-        names = ", ".join(Settings.model_fields)
-        return f"{CONFIG_FILE_NAME} has an unknown setting {name!r}; known settings: {names}"
-    return f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME}) {message}"
