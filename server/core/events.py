@@ -25,19 +25,13 @@ def encode_event(kind: str, data: object) -> str:
     return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerEvent:
-    number: int
-    kind: str  # rank, incident, job
-    data: str  # JSON
-
-
 @dataclass(slots=True, kw_only=True)
 class EventLog:
     """The last events of this server. ``run_id`` distinguishes them from those of earlier runs."""
 
     run_id: str
-    recent_events: deque[ServerEvent] = field(default_factory=deque)
+    # The events as they are sent, of which the last one has the number ``last_number``.
+    recent_events: deque[str] = field(default_factory=deque)
     last_number: int = 0
     is_closed: bool = False
     readers: set[object] = field(default_factory=set)  # API clients and pages that update live
@@ -45,16 +39,18 @@ class EventLog:
     _kept_bytes: int = 0
 
     def publish_event(self, kind: str, data: Any) -> None:
-        """``data`` is anything that msgspec can encode, or already encoded `msgspec.Raw`."""
+        """``kind`` is rank, incident or job. ``data`` is anything that msgspec can encode, or already
+        encoded `msgspec.Raw`.
+        """
         self.last_number += 1
-        self.recent_events.append(
-            ServerEvent(number=self.last_number, kind=kind, data=msgspec.json.encode(data).decode())
-        )
-        self._kept_bytes += len(self.recent_events[-1].data)
+        document = msgspec.json.encode(data).decode()
+        text = f"id: {self.run_id}-{self.last_number}\nevent: {kind}\ndata: {document}\n\n"
+        self.recent_events.append(text)
+        self._kept_bytes += len(text)
         while len(self.recent_events) > MAX_KEPT_EVENTS or (
             self._kept_bytes > MAX_KEPT_BYTES and len(self.recent_events) > 1
         ):
-            self._kept_bytes -= len(self.recent_events.popleft().data)
+            self._kept_bytes -= len(self.recent_events.popleft())
         self._wake_readers()
 
     def close(self) -> None:
@@ -74,13 +70,15 @@ class EventLog:
         yield "retry: 2000\n\n"
         while not self.is_closed:
             changed = self._changed
-            first_kept = self.recent_events[0].number if self.recent_events else 0
+            first_kept = self.last_number - len(self.recent_events) + 1
             if last_sent is None or last_sent + 1 < first_kept:  # some were dropped
                 last_sent = self.last_number
                 yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
-            for event in [e for e in self.recent_events if e.number > last_sent]:
-                yield f"id: {self.run_id}-{event.number}\nevent: {event.kind}\ndata: {event.data}\n\n"
-                last_sent = event.number
+                continue
+            new_events = list(self.recent_events)[last_sent + 1 - first_kept :]
+            last_sent = self.last_number
+            for text in new_events:
+                yield text
             if not await wait_for_event(KEEP_ALIVE_S, changed):  # any later event has set it
                 yield ": still here\n\n"
 

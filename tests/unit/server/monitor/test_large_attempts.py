@@ -476,4 +476,4 @@ def test_event_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
         made.publish_event("rank", {"ranks": list(range(50)), "number": number})
     assert 0 < len(made.recent_events) < 10
-    assert made.recent_events[-1].number == 100
+    assert made.last_number == 100 and "-100\n" in made.recent_events[-1]
