@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -22,7 +21,6 @@ from hangwatch.protocol.local_peer import find_peer_uid
 from ..core import limits
 from ..core.limits import BODY_S, HEAD_S
 from ..core.problems import Problem
-from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
 from .app_state import AppState
 from .rendering import format_response
@@ -31,9 +29,9 @@ CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection if the rest of a request does not arrive in time, or if the request is
-    larger than allowed without its body. uvicorn itself limits only the time between two requests,
-    and keeps headers in memory before it asks anybody whether the client may send them.
+    """Closes a connection if a request is not complete in time, or is larger than allowed without
+    its body. uvicorn itself limits only the time between two requests, and keeps headers in memory
+    before it is known whether the client may send them.
 
     A request that arrives in one piece needs no timer here, unlike in a middleware.
     """
@@ -45,25 +43,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def __init__(
-        self,
-        *args: Any,
-        refusals: Counter[str] | None = None,
-        identifies_peers: bool = False,
-        agent_worker: AgentWorker | None = None,
-        returned_data: bytes = b"",
-        **kwargs: Any,
+        self, *args: Any, state: AppState, returned_data: bytes = b"", **kwargs: Any
     ) -> None:
-        """``refusals`` counts the requests that exceed a limit. If ``identifies_peers``, the scope of
-        a request has the user of this machine who sent it. ``returned_data`` is what the agent
-        worker read before it returned the connection.
-        """
+        """``returned_data`` is what the agent worker read before it returned the connection."""
         super().__init__(*args, **kwargs)
-        self._refusals, self._identifies_peers = refusals, identifies_peers
-        self._agent_worker, self._returned_data = agent_worker, returned_data
+        self._state, self._returned_data = state, returned_data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._identifies_peers:
+        if self._state.token is None:  # requests are accepted by the user who sends them
             self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
         self._set_timeout(HEAD_S)
         if self._returned_data:
@@ -111,8 +99,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
-        worker = self._agent_worker
-        if worker is None or not worker.is_running or not data.startswith(worker.request_starts):
+        worker = self._state.agent_worker
+        if not worker.is_running or not data.startswith(worker.request_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
         has_tls = self.transport.get_extra_info("sslcontext") is not None
@@ -131,8 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _refuse(self, limit: limits.Limit) -> None:
-        if self._refusals is not None:
-            self._refusals[limit.name] += 1
+        self._state.shared.counters.refusals_by_limit[limit.name] += 1
         cycle = self.cycle
         if cycle is None or not cycle.response_started:
             self._write_problem(limit.make_problem())
@@ -188,12 +175,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, state: AppState, app: ASGIApp, **options: Any) -> None:
         """``options`` are further arguments of `uvicorn.Config`."""
         self._state, self._tasks = state, set[asyncio.Task[object]]()
-        self._make_protocol = functools.partial(
-            LimitedHttpProtocol,
-            refusals=state.shared.counters.refusals_by_limit,
-            identifies_peers=state.token is None,  # then the peer's user decides
-            agent_worker=state.agent_worker,
-        )
+        self._make_protocol = functools.partial(LimitedHttpProtocol, state=state)
         super().__init__(uvicorn.Config(app, http=self._make_protocol, **options))  # type: ignore[arg-type] # it is only called
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from hangwatch.server.http import connections
+from hangwatch.server.http.app_state import AppState
 
 
 class RecordingTransport(asyncio.Transport):
@@ -37,6 +39,12 @@ class RecordingTransport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
+def make_protocol(*args: Any, **kwargs: Any) -> connections.LimitedHttpProtocol:
+    worker = SimpleNamespace(is_running=False)
+    state = SimpleNamespace(token="token", agent_worker=worker)
+    return connections.LimitedHttpProtocol(*args, state=cast(AppState, state), **kwargs)
+
+
 def make_http_request(name: str, body: bytes) -> bytes:
     return (
         f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -61,16 +69,13 @@ def test_connection_releases_answered_request() -> None:
     async def exchange_requests() -> None:
         config = uvicorn.Config(
             application,
-            http=connections.LimitedHttpProtocol,
+            http=make_protocol,  # type: ignore[arg-type] # it is only called
             log_config=None,
             lifespan="off",
             timeout_keep_alive=1,
         )
         config.load()
-        connection, end = (
-            connections.LimitedHttpProtocol(config, ServerState(), {}),
-            RecordingTransport(),
-        )
+        connection, end = make_protocol(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
 
         async def await_response(names: bytes) -> None:
@@ -122,13 +127,13 @@ def test_incomplete_request_times_out(
 
     async def open_connection() -> RecordingTransport:
         config = uvicorn.Config(
-            application, http=connections.LimitedHttpProtocol, log_config=None, lifespan="off"
+            application,
+            http=make_protocol,  # type: ignore[arg-type] # it is only called
+            log_config=None,
+            lifespan="off",
         )
         config.load()
-        connection, end = (
-            connections.LimitedHttpProtocol(config, ServerState(), {}),
-            RecordingTransport(),
-        )
+        connection, end = make_protocol(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
         if sent:
             connection.data_received(sent)
