@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +33,7 @@ from .http import (
     openapi,
     rendering,
 )
-from .http.app_state import AppState
+from .http.app_state import AppState, State
 from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch
 from .settings import Settings
@@ -38,6 +41,10 @@ from .shared_state import SharedState
 from .storage.persistence import PersistenceWorker
 from .storage.store import Store
 from .web import incident_pages, performance_pages, ranks_page
+
+MAX_VALIDATION_ERRORS = 20  # in one answer
+
+_operations = APIRouter(tags=["operations"])
 
 
 def build_app(
@@ -89,8 +96,21 @@ def build_app(
         redoc_url=None,
         responses=openapi.ERROR_RESPONSES,
     )
-    app.include_router(heartbeats.build_router(agent_endpoint))
-    _add_routes(app, state)
+    app.state.hangwatch = state
+    for kind in (Problem, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    for routes in (
+        heartbeats.build_router(agent_endpoint),
+        api.routes,
+        ondemand_routes.routes,
+        incident_pages.routes,
+        ranks_page.routes,
+        performance_pages.routes,
+        access.build_router(state),
+        _operations,
+    ):
+        app.include_router(routes)
+    app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
     # The middleware that is added last is the outermost: its headers are on rejections, too.
@@ -99,6 +119,42 @@ def build_app(
     app.add_middleware(access.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
     return heartbeats.HeartbeatFastPath(app, agent_endpoint, settings.path_prefix), state
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """A problem document, or in a browser a page with the same text."""
+    state: AppState = request.app.state.hangwatch
+    path = request.url.path
+    match error:
+        case Problem():
+            problem = error
+            state.shared.counters.refusals_by_limit.update(error.limits)
+        case HTTPException():
+            detail = {
+                404: f"{path} does not exist; /docs lists the API",
+                405: f"{path} does not accept {request.method}; /docs lists the methods",
+            }.get(error.status_code, str(error.detail))
+            problem = Problem(error.status_code, detail, headers=error.headers)
+        case RequestValidationError():
+            # The input is omitted: it may be large, or secret.
+            errors = [
+                {"at": ".".join(map(str, found["loc"])), "message": found["msg"]}
+                for found in error.errors()[:MAX_VALIDATION_ERRORS]
+            ]
+            detail = "the request does not match its description in /docs; see errors"
+            problem = Problem(422, detail, errors=errors)
+        case _:
+            problem = Problem(500, rendering.INTERNAL_ERROR_DETAIL)
+    accepts_page = "text/html" in request.headers.get("accept", "")
+    if not accepts_page or path.startswith("/api/"):
+        return problem.make_response()
+    return state.pages.render_page(
+        "error.html",
+        status_code=problem.status,
+        title=http.HTTPStatus(problem.status).phrase,
+        detail=problem.detail,
+        more=problem.extra_members.get("errors", []),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -120,56 +176,38 @@ async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIte
     await asyncio.to_thread(persistence.alerter.close)
 
 
-def _add_routes(app: FastAPI, state: AppState) -> None:
-    rendering.install_error_handlers(app, state.pages, state.shared.counters.refusals_by_limit)
-    for part in (
-        api,
-        ondemand_routes,
-        incident_pages,
-        ranks_page,
-        performance_pages,
-        access,
-    ):
-        app.include_router(part.build_router(state))
-    app.include_router(_build_operations_router(state))
-
-    @app.get("/docs", include_in_schema=False)
-    async def show_docs() -> Response:
-        operations = [
-            {"method": method.upper(), "path": path, **operation}
-            for path, methods in app.openapi()["paths"].items()
-            for method, operation in methods.items()
-        ]
-        return state.pages.render_page("docs.html", operations=operations)
-
-    app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
+@_operations.get(
+    "/healthz", summary="Whether the process responds; `down` names parts that do not work"
+)
+async def healthz(state: State) -> dict[str, str | dict[str, str]]:
+    down = state.list_down_parts()
+    return {"status": "degraded", "down": down} if down else {"status": "ok"}
 
 
-def _build_operations_router(state: AppState) -> APIRouter:
-    routes = APIRouter(tags=["operations"])
+@_operations.get("/readyz", summary="Whether the diagnosis runs and incidents can be stored")
+async def readyz(state: State) -> dict[str, str]:
+    down = state.list_down_parts()
+    if down:
+        reasons = "; ".join(f"{part}: {reason}" for part, reason in down.items())
+        raise Problem(503, f"{reasons}. The server's stderr has the details", down=down)
+    return {"status": "ready"}
 
-    @routes.get(
-        "/healthz", summary="Whether the process responds; `down` names parts that do not work"
+
+@_operations.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+async def prometheus(state: State) -> Response:
+    return Response(
+        metrics.format_exposition(state), media_type="text/plain; version=0.0.4; charset=utf-8"
     )
-    async def healthz() -> dict[str, str | dict[str, str]]:
-        down = state.list_down_parts()
-        return {"status": "degraded", "down": down} if down else {"status": "ok"}
 
-    @routes.get("/readyz", summary="Whether the diagnosis runs and incidents can be stored")
-    async def readyz() -> dict[str, str]:
-        down = state.list_down_parts()
-        if down:
-            reasons = "; ".join(f"{part}: {reason}" for part, reason in down.items())
-            raise Problem(503, f"{reasons}. The server's stderr has the details", down=down)
-        return {"status": "ready"}
 
-    @routes.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
-    async def prometheus() -> Response:
-        return Response(
-            metrics.format_exposition(state), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
-    return routes
+@_operations.get("/docs", include_in_schema=False)
+async def show_docs(state: State, request: Request) -> Response:
+    operations = [
+        {"method": method.upper(), "path": path, **operation}
+        for path, methods in request.app.openapi()["paths"].items()
+        for method, operation in methods.items()
+    ]
+    return state.pages.render_page("docs.html", operations=operations)
 
 
 class _SecurityHeadersMiddleware:

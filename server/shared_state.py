@@ -40,17 +40,15 @@ class SharedState:
         self.events = EventLog(run_id=ulid(clock.wall()))  # what API clients and pages follow
         self.load = Load()
         self.counters = Counters()
-        self.failures = FailureLog()  # errors in work that goes on with the next job or incident
+        self.failures = FailureLog()  # errors in work that continues with the next job or incident
         # A heartbeat that may change a verdict arrived since the last round of the diagnosis.
         self.has_changes = asyncio.Event()
 
     def awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether some culprit's stack was requested and has not arrived."""
-        ranks_with_stack = {rank for entry in record.incident.stacks for rank in entry.ranks}
-        for rank in record.incident.culprits:
-            if rank in ranks_with_stack:
-                continue
-            process = attempt.processes.get(rank)
-            if process is not None and process.is_alive and self.commands.awaits_stacks(process):
-                return True
-        return False
+        known = {rank for entry in record.incident.stacks for rank in entry.ranks}
+        ranks = attempt.processes.keys() & set(record.incident.culprits) - known
+        processes = (attempt.processes[rank] for rank in ranks)
+        return any(
+            process.is_alive and self.commands.awaits_stacks(process) for process in processes
+        )

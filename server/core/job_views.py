@@ -53,7 +53,7 @@ class RankGroupView:
     name: str
     desc: str
     ranks: Sequence[int]
-    # The members that are no ranks of the attempt, in a group that numbers its members by itself.
+    # The members that are not ranks of the attempt, in a group that numbers its members by itself.
     outside: Sequence[str] = ()
     entered: int
     completed: int | None = None
@@ -135,22 +135,21 @@ class AttemptView:
     restart: int = 0  # the launcher's count
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ResultCache:
     """Results by key. A key must contain everything that its result depends on except the time."""
 
-    clock: Callable[[], float] = time.monotonic
     # The results, and when each expires.
     _results: dict[Hashable, tuple[Any, float]] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The result for ``key``, computed again if it is too old. Exceptions are not kept."""
-        started_at = self.clock()
+        started_at = time.monotonic()
         cached, expires_at = self._results.get(key, (None, started_at))
         if started_at < expires_at:
             return cached  # type: ignore[no-any-return] # under one key there is one type
         value = compute()
-        finished_at = self.clock()
+        finished_at = time.monotonic()
         self._results.pop(key, None)
         lifetime_s = max(MIN_LIFETIME_S, LIFETIME_COST_FACTOR * (finished_at - started_at))
         self._results[key] = value, finished_at + lifetime_s

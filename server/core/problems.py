@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem documents, which say what is wrong and what to do about it."""
+"""Errors as RFC 9457 problem documents: what is wrong, and the remedy."""
 
 from __future__ import annotations
 
@@ -65,11 +65,3 @@ class Problem(Exception):
         """
         self.__traceback__ = self.__context__ = None
         return Response(self.encode(), self.status, self.headers, MEDIA_TYPE)
-
-
-def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
-    """pydantic's errors without the input: that may be large, or secret."""
-    return [
-        {"at": ".".join(map(str, error["loc"])), "message": error["msg"]}
-        for error in list(errors)[:20]
-    ]

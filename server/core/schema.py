@@ -25,7 +25,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, UnfinishedCall
 from hangwatch.model.verdicts import AlignedPair, Wait
-from hangwatch.report.documents import DocumentMember, build_document, list_members
+from hangwatch.report.documents import build_document, list_members
 
 
 class ApiModel(BaseModel):
@@ -72,22 +72,21 @@ def describe_document(cls: type) -> type[BaseModel]:
     if text is None and not (cls.__doc__ or "").startswith(f"{cls.__name__}("):
         text = (cls.__doc__ or "").partition("\n\n")[0]
     _under_construction.add(cls)
-    members: dict[str, Any] = {
-        member.key: (
-            _describe_annotation(member.annotation),
-            _make_field(member, description.defaults.get(member.key, member.default)),
-        )
-        for member in list_members(cls)
-    }
+    members: dict[str, Any] = {}
+    for member in list_members(cls):
+        default = description.defaults.get(member.key, member.default)
+        if isinstance(default, tuple):
+            default = list(default)
+        if default is not MISSING:
+            model_field = Field(default=default)
+        elif member.has_default_factory:
+            model_field = Field(default_factory=list)
+        else:
+            model_field = Field()
+        members[member.key] = _describe_annotation(member.annotation), model_field
     _under_construction.discard(cls)
     name = description.name or cls.__name__
     return create_model(name, __base__=ApiModel, __doc__=text or None, **members)
-
-
-def _make_field(member: DocumentMember, default: Any) -> Any:
-    if default is MISSING:
-        return Field(default_factory=list) if member.has_default_factory else Field()
-    return Field(default=list(default) if isinstance(default, tuple) else default)
 
 
 def _describe_annotation(annotation: Any) -> Any:

@@ -1,5 +1,5 @@
 """Keeps the server running where part of it fails: a background task is started again, and other work
-goes on with the next item. Each failure is logged, and counted for `/metrics`.
+continues with the next item. Each failure is logged, and counted for `/metrics`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LOGGED_FAILURES = 100
 
 @dataclass(slots=True)
 class FailureLog:
-    """Errors of hangwatch in work on independent items, of which one must not stop the others."""
+    """Errors of hangwatch in work on independent items: a failed item must not stop the others."""
 
     count: int = 0
     _logged: set[str] = field(default_factory=set)

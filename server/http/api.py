@@ -10,7 +10,7 @@ import asyncio
 import io
 import json
 import zipfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -32,7 +32,7 @@ from ..core.schema import ApiModel, describe_document
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
 from . import stream
-from .app_state import AppState
+from .app_state import State
 from .rendering import make_attachment, make_json_response
 
 # Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for
@@ -45,166 +45,6 @@ Row = TypeVar("Row")
 
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
-
-
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1")
-    _add_job_routes(routes, state)
-    _add_incident_routes(routes, state)
-
-    @routes.get(
-        "/events",
-        operation_id="events_api_v1_events_get",
-        tags=["events"],
-        summary="Changes of ranks, incidents and jobs as server-sent events",
-        response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}},
-    )
-    async def stream_events(
-        last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
-    ) -> StreamingResponse:
-        return stream.make_stream_response(state, state.shared.events.stream_events(last_event_id))
-
-    return routes
-
-
-def _add_job_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.get(
-        "/jobs",
-        operation_id="jobs_api_v1_jobs_get",
-        tags=["jobs"],
-        summary="Jobs, each with its latest attempt, the newest first",
-        response_model=Page[JobView],
-    )
-    async def list_jobs(page: PageOf1000, job: JobName = None) -> Response:
-        return page.make_response(state.find_attempts(job), lambda a: a.job, state.describe_job)
-
-    @routes.get(
-        "/attempts",
-        operation_id="attempts_api_v1_attempts_get",
-        tags=["jobs"],
-        summary="Runs of jobs from the history, newest first",
-        response_model=Page[AttemptView],
-    )
-    async def list_attempts(
-        page: PageOf1000,
-        job: Annotated[
-            str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
-        ] = None,
-    ) -> Response:
-        rows = await asyncio.to_thread(state.watch.persistence.store.load_attempts, job)
-        return page.make_response(
-            rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a
-        )
-
-    @routes.get(
-        "/ranks",
-        operation_id="ranks_api_v1_ranks_get",
-        tags=["jobs"],
-        summary="Ranks of the latest attempt of each job",
-        response_model=Page[RankView],
-    )
-    async def list_ranks(
-        page: PageOf1000,
-        job: JobName = None,
-        attempt: Annotated[
-            int | None, Query(ge=0, description="an attempt of ?job= other than the latest")
-        ] = None,
-        rank: RankNumber = None,
-        rank_state: Annotated[RankState | None, Query(alias="state")] = None,
-        members: Annotated[
-            bool,
-            Query(description="false: omit the ranks of each group, which are many in a large job"),
-        ] = True,
-    ) -> Response:
-        now = state.now()
-        rows = (
-            (shown, number, states[number])
-            for shown in state.find_attempts(job, attempt)
-            for states in [state.get_rank_states(shown)]
-            for number in (states if rank is None else states.keys() & {rank})
-            if rank_state is None or states[number] is rank_state
-        )
-        return page.make_response(
-            rows,
-            lambda row: f"{row[0].job}/{row[0].number}/{row[1]}",
-            lambda row: views.describe_rank(*row, now, members),
-            lambda row: views.count_members(row[0], row[1]) if members else 0,
-        )
-
-    @routes.get(
-        "/groups",
-        operation_id="groups_api_v1_groups_get",
-        tags=["jobs"],
-        summary="Process groups, with the progress of each member",
-        response_model=Page[GroupView],
-    )
-    async def list_groups(
-        page: PageOf1000, job: JobName = None, rank: RankNumber = None
-    ) -> Response:
-        rows = [(a, key) for a in state.find_attempts(job) for key in views.list_groups(a, rank)]
-        return page.make_response(
-            rows,
-            lambda row: make_group_cursor(*row),
-            lambda row: views.describe_group(*row),
-            lambda row: len(row[0].streams_by_group[row[1]]),
-        )
-
-
-def make_group_cursor(attempt: Attempt, key: GroupKey) -> str:
-    generation, name, ranks, world_size = key
-    first_rank = format_ranks(ranks[:1])
-    return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
-
-
-def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]) -> Response:
-    return page.make_response(
-        records,
-        lambda record: record.incident.id,
-        lambda record: build_document(record.incident),
-    )
-
-
-def _add_incident_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.get(
-        "/incidents",
-        operation_id="incidents_api_v1_incidents_get",
-        tags=["incidents"],
-        summary="Incidents, the newest first",
-        response_model=Page.__class_getitem__(describe_document(Incident)),
-    )
-    async def list_incidents(
-        page: PageOf100,
-        job: JobName = None,
-        status: Annotated[Literal["open", "resolved"] | None, Query()] = None,
-        rank: RankNumber = None,
-    ) -> Response:
-        return make_incidents_response(page, state.find_incidents(job, status, rank))
-
-    @routes.get(
-        "/incidents/{id}",
-        operation_id="incident_api_v1_incidents__id__get",
-        tags=["incidents"],
-        summary="One incident with its evidence",
-        response_model=describe_document(Incident),
-    )
-    async def show_incident(id: str) -> Response:
-        return make_json_response(build_document(state.get_incident(id).incident))
-
-    @routes.get(
-        "/incidents/{id}/bundle",
-        operation_id="archive_api_v1_incidents__id__bundle_get",
-        tags=["incidents"],
-        summary="All data about an incident as a zip archive",
-        response_class=Response,
-        responses={200: {"content": {"application/zip": {}}}},
-    )
-    async def download_bundle(id: str) -> Response:
-        record = state.get_incident(id)
-        attempt = state.shared.fleet.attempts.get(record.attempt_key)
-        ranks = [] if attempt is None else describe_ranks(state, attempt, record.incident)
-        archive = build_archive(record.incident, ranks)
-        return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
 
 
 class Page(ApiModel, Generic[Item]):
@@ -271,43 +111,199 @@ def _read_page_request(default_limit: int) -> Callable[..., Awaitable[PageReques
 PageOf100 = Annotated[PageRequest, Depends(_read_page_request(100))]
 PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
 
+routes = APIRouter(prefix="/api/v1")
 
-def describe_ranks(state: AppState, attempt: Attempt, incident: Incident) -> list[RankView]:
-    """All ranks; of a large job the culprits and first waiting ranks, without members of groups."""
-    states, now = state.get_rank_states(attempt), state.now()
-    is_large = len(states) > MAX_DETAILED_RANKS
-    involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
-    return [
-        views.describe_rank(attempt, rank, states[rank], now, members=not is_large)
-        for rank in (involved if is_large else states)
-        if rank in states
-    ]
+
+@routes.get(
+    "/jobs",
+    name="jobs",
+    tags=["jobs"],
+    summary="Jobs, each with its latest attempt, the newest first",
+    response_model=Page[JobView],
+)
+async def list_jobs(state: State, page: PageOf1000, job: JobName = None) -> Response:
+    return page.make_response(state.find_attempts(job), lambda a: a.job, state.describe_job)
+
+
+@routes.get(
+    "/attempts",
+    name="attempts",
+    tags=["jobs"],
+    summary="Runs of jobs from the history, newest first",
+    response_model=Page[AttemptView],
+)
+async def list_attempts(
+    state: State,
+    page: PageOf1000,
+    job: Annotated[
+        str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
+    ] = None,
+) -> Response:
+    rows = await asyncio.to_thread(state.watch.persistence.store.load_attempts, job)
+    return page.make_response(rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a)
+
+
+@routes.get(
+    "/ranks",
+    name="ranks",
+    tags=["jobs"],
+    summary="Ranks of the latest attempt of each job",
+    response_model=Page[RankView],
+)
+async def list_ranks(
+    state: State,
+    page: PageOf1000,
+    job: JobName = None,
+    attempt: Annotated[
+        int | None, Query(ge=0, description="an attempt of ?job= other than the latest")
+    ] = None,
+    rank: RankNumber = None,
+    rank_state: Annotated[RankState | None, Query(alias="state")] = None,
+    members: Annotated[
+        bool,
+        Query(description="false: omit the ranks of each group, which are many in a large job"),
+    ] = True,
+) -> Response:
+    now = state.now()
+    rows = (
+        (shown, number, states[number])
+        for shown in state.find_attempts(job, attempt)
+        for states in [state.get_rank_states(shown)]
+        for number in (states if rank is None else states.keys() & {rank})
+        if rank_state is None or states[number] is rank_state
+    )
+    return page.make_response(
+        rows,
+        lambda row: f"{row[0].job}/{row[0].number}/{row[1]}",
+        lambda row: views.describe_rank(*row, now, members),
+        lambda row: views.count_members(row[0], row[1]) if members else 0,
+    )
+
+
+@routes.get(
+    "/groups",
+    name="groups",
+    tags=["jobs"],
+    summary="Process groups, with the progress of each member",
+    response_model=Page[GroupView],
+)
+async def list_groups(
+    state: State, page: PageOf1000, job: JobName = None, rank: RankNumber = None
+) -> Response:
+    rows = [(a, key) for a in state.find_attempts(job) for key in views.list_groups(a, rank)]
+    return page.make_response(
+        rows,
+        lambda row: make_group_cursor(*row),
+        lambda row: views.describe_group(*row),
+        lambda row: len(row[0].streams_by_group[row[1]]),
+    )
+
+
+def make_group_cursor(attempt: Attempt, key: GroupKey) -> str:
+    generation, name, ranks, world_size = key
+    first_rank = format_ranks(ranks[:1])
+    return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
+
+
+@routes.get(
+    "/incidents",
+    name="incidents",
+    tags=["incidents"],
+    summary="Incidents, the newest first",
+    response_model=Page.__class_getitem__(describe_document(Incident)),
+)
+async def list_incidents(
+    state: State,
+    page: PageOf100,
+    job: JobName = None,
+    status: Annotated[Literal["open", "resolved"] | None, Query()] = None,
+    rank: RankNumber = None,
+) -> Response:
+    return make_incidents_response(page, state.find_incidents(job, status, rank))
+
+
+def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]) -> Response:
+    return page.make_response(
+        records,
+        lambda record: record.incident.id,
+        lambda record: build_document(record.incident),
+    )
+
+
+@routes.get(
+    "/incidents/{id}",
+    name="incident",
+    tags=["incidents"],
+    summary="One incident with its evidence",
+    response_model=describe_document(Incident),
+)
+async def show_incident(state: State, id: str) -> Response:
+    return make_json_response(build_document(state.get_incident(id).incident))
+
+
+@routes.get(
+    "/incidents/{id}/bundle",
+    name="archive",
+    tags=["incidents"],
+    summary="All data about an incident as a zip archive",
+    response_class=Response,
+    responses={200: {"content": {"application/zip": {}}}},
+)
+async def download_bundle(state: State, id: str) -> Response:
+    record = state.get_incident(id)
+    incident = record.incident
+    ranks: list[RankView] = []
+    attempt = state.shared.fleet.attempts.get(record.attempt_key)
+    if attempt is not None:
+        states, now = state.get_rank_states(attempt), state.now()
+        described, is_large = list(states), len(states) > MAX_DETAILED_RANKS
+        if is_large:  # the culprits and first waiting ranks, without members of groups
+            involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+            described = [rank for rank in involved if rank in states]
+        ranks = [
+            views.describe_rank(attempt, rank, states[rank], now, members=not is_large)
+            for rank in described
+        ]
+    archive = build_archive(incident, ranks)
+    return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
+
+
+@routes.get(
+    "/events",
+    name="events",
+    tags=["events"],
+    summary="Changes of ranks, incidents and jobs as server-sent events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
+async def stream_events(
+    state: State,
+    last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
+) -> StreamingResponse:
+    return stream.make_stream_response(state, state.shared.events.stream_events(last_event_id))
 
 
 def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:
-    """A zip archive: incident.json, ranks.json, stacks.txt."""
+    """A zip archive: incident.json, ranks.json, and stacks.txt with the innermost frames first."""
+    lines = [f"# {incident.summary}"]
+    for entry in incident.stacks:
+        role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
+        thread = entry.thread or "no thread"
+        lines += [
+            "",
+            f"rank {format_ranks(entry.ranks)} ({role}), {thread}, {entry.source},"
+            f" {entry.taken_at.isoformat()}",
+        ]
+        if entry.error is not None:
+            lines.append(f"    {entry.error}")
+        for frame in entry.frames:
+            lines.append(f"    {frame.function} ({frame.file}:{frame.line})")
+            if frame.text:
+                lines.append(f"        {frame.text}")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("incident.json", json.dumps(build_document(incident), indent=1))
         archive.writestr("ranks.json", json.dumps(msgspec.to_builtins(ranks), indent=1))
-        archive.writestr("stacks.txt", "\n".join(_iter_stack_lines(incident)) + "\n")
+        archive.writestr("stacks.txt", "\n".join(lines) + "\n")
         archive.writestr("VERSION", __version__ + "\n")
     return buffer.getvalue()
-
-
-def _iter_stack_lines(incident: Incident) -> Iterator[str]:
-    """All stacks as text, innermost frame first."""
-    yield f"# {incident.summary}"
-    for entry in incident.stacks:
-        yield ""
-        role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
-        yield (
-            f"rank {format_ranks(entry.ranks)} ({role}), {entry.thread or 'no thread'},"
-            f" {entry.source}, {entry.taken_at.isoformat()}"
-        )
-        if entry.error is not None:
-            yield f"    {entry.error}"
-        for frame in entry.frames:
-            yield f"    {frame.function} ({frame.file}:{frame.line})"
-            if frame.text:
-                yield f"        {frame.text}"

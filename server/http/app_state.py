@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
 from hangwatch.report.job_status import FAILED_DIAGNOSIS
@@ -17,6 +20,7 @@ from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
+from ..monitor.publisher import PublishedAttempt
 from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
@@ -85,54 +89,47 @@ class AppState:
             raise Problem(404, detail)
         return [attempt]
 
+    def get_published(self, attempt: Attempt) -> PublishedAttempt:
+        """What the last round of diagnosis published of an attempt; empty before the first one."""
+        return self.watch.publisher.attempts.get(attempt.key) or PublishedAttempt()
+
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """The state of each rank; in a large attempt, that of the last round of diagnosis, which
         was at most a few seconds ago.
         """
-        published = self.watch.publisher.attempts.get(attempt.key)
-        if published is not None and published.rank_states and is_large(attempt.rank_count):
-            return published.rank_states
+        published_states = self.get_published(attempt).rank_states
+        if published_states and is_large(attempt.rank_count):
+            return published_states
         records = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.report_scheduler.limits.lost_after_s
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        published = self.watch.publisher.attempts.get(attempt.key)
-        view = None if published is None else published.large_job
+        view = self.get_published(attempt).large_job
         if view is None:
             counts = Counter(self.get_rank_states(attempt).values())
             records = self.shared.incidents.list_open(attempt)
             view = views.describe_job(attempt, counts, records, self.now())
-        return self.add_summary(attempt, view)
+        return self.add_summary(attempt, view)[0]
 
-    def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
-        """The view with the job's pace, and its condition in one sentence."""
-        pace = self.get_pace(attempt)
+    def add_summary(self, attempt: Attempt, job: JobView) -> tuple[JobView, str]:
+        """The view with the job's pace, and its condition in one sentence; and advice, which is empty
+        for a healthy job.
+        """
+        pace = self.get_published(attempt).pace.steps_per_s
         paced = replace(job, steps_per_s=None if pace is None else round(pace, 3))
+        last = self.watch.diagnoser.diagnosed.get(attempt.key)
+        if last is not None and last.has_failed:
+            summary, advice = FAILED_DIAGNOSIS
+        else:
+            wait = None if last is None else last.unexplained_wait
+            summary, advice = describe_job_status(
+                attempt, paced, self.settings.stall_after, wait, self.now()
+            )
         opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))
         if opened and job.state not in ("lost", "failed", "finished"):
             summary = views.format_verdict(opened[0])
-        else:
-            summary, _ = self.describe_status(attempt, paced)
-        return replace(paced, summary=summary)
-
-    def get_pace(self, attempt: Attempt) -> float | None:
-        """The training steps per second; None while too little is known."""
-        published = self.watch.publisher.attempts.get(attempt.key)
-        return None if published is None else published.pace.steps_per_s
-
-    def describe_status(self, attempt: Attempt, job: JobView) -> tuple[str, str]:
-        """The status of a job without an open incident, and advice."""
-        last = self.watch.diagnoser.diagnosed.get(attempt.key)
-        if last is not None and last.has_failed:
-            return FAILED_DIAGNOSIS
-        return describe_job_status(
-            attempt,
-            job,
-            self.settings.stall_after,
-            None if last is None else last.unexplained_wait,
-            self.now(),
-        )
+        return replace(paced, summary=summary), advice
 
     def get_ranked_groups(self, attempt: Attempt) -> list[RankedGroup]:
         """The process groups with measured calls; the longest waiting for a straggler first."""
@@ -182,3 +179,12 @@ class AppState:
         if record is None:
             raise Problem(404, f"unknown incident {id!r}; /incidents lists all known ones")
         return record
+
+
+async def _get_state(request: Request) -> AppState:
+    state: AppState = request.app.state.hangwatch
+    return state
+
+
+# The parameter of routes that is the state of their application.
+State = Annotated[AppState, Depends(_get_state)]

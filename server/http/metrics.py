@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, core, generate_latest
+from prometheus_client import ProcessCollector, core, generate_latest
 from prometheus_client.registry import Collector
 
 from hangwatch import __version__
@@ -87,15 +87,11 @@ HISTOGRAMS = {
 
 # Attempts with the labels of their jobs, which several may share.
 LabelledAttempts = Sequence[tuple[Attempt, str]]
-LabelValues = TypeVar("LabelValues", str, tuple[str, str], tuple[str, str, str])
 
 
 def format_exposition(state: AppState) -> bytes:
     """All metrics in the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(state))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
+    return generate_latest(_Collector(state))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,9 +107,9 @@ class _Collector(Collector):
         yield from _collect_progress(state, jobs)
         yield from _collect_incidents(state, jobs)
         yield from _collect_performance(state, jobs)
-        yield from _collect_agents(state.watch, state.now())
-        yield from _collect_server(state.watch)
+        yield from _collect_server(state.watch, state.now())
         yield make_metric("hangwatch_task_failures", state.tasks.count_failures(), "task")
+        yield from ProcessCollector(registry=None).collect()
 
 
 def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
@@ -142,7 +138,7 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:
                 steps[job] = min(reached)
-            if (pace := state.get_pace(attempt)) is not None:
+            if (pace := state.get_published(attempt).pace.steps_per_s) is not None:
                 paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
     yield make_metric("hangwatch_job_step", steps, JOB)
@@ -194,7 +190,7 @@ def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[co
 
 
 def make_metric(
-    name: str, values: float | Mapping[LabelValues, float], *labels: str
+    name: str, values: float | Mapping[Any, float], *labels: str
 ) -> core.CounterMetricFamily | core.GaugeMetricFamily:
     """One of `GAUGES` or `COUNTERS`, with one value or one for each combination of label values."""
     family: core.CounterMetricFamily | core.GaugeMetricFamily
@@ -228,7 +224,8 @@ def _make_histogram(
     return family
 
 
-def _collect_agents(watch: Watch, now: float) -> Iterator[core.Metric]:
+def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
+    """The metrics of node agents and of the server itself."""
     oldest_at = now - REPORTING_WITHIN_S
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
@@ -238,9 +235,6 @@ def _collect_agents(watch: Watch, now: float) -> Iterator[core.Metric]:
     yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
     yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))
     yield make_metric("hangwatch_agents_answers_dropped", sum(cost.dropped for cost in costs))
-
-
-def _collect_server(watch: Watch) -> Iterator[core.Metric]:
     yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
     late_s = max(watch.shared.load.late_s, watch.shared.load.waited_s)
     yield make_metric("hangwatch_event_loop_lag_seconds", late_s)

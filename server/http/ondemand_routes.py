@@ -32,7 +32,7 @@ from ..ondemand.dumps import Dump, DumpRequest
 from ..ondemand.recordings import Recording, RecordingRequest, describe_recording, unpack_profiles
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
 from . import stream
-from .app_state import AppState
+from .app_state import AppState, State
 from .rendering import FLAME_GRAPH_WIDTH_PX, PageRenderer, make_attachment
 
 MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
@@ -43,63 +43,52 @@ MAX_STACK_DEPTH = 250  # frames in a flame graph
 NameQuery = Annotated[str, Query(max_length=256)]
 RankProfiles = Sequence[tuple[int, Profile]]
 
-
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1")
-    _add_trace_route(routes, state)
-    _add_dump_routes(routes, state)
-    recording_routes = APIRouter(prefix="/recordings", tags=["recordings"])
-    _add_recording_routes(recording_routes, state)
-    routes.include_router(recording_routes)
-    stack_routes = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
-    _add_stack_routes(stack_routes, state)
-    routes.include_router(stack_routes)
-    return routes
+routes = APIRouter(prefix="/api/v1")
+recording_routes = APIRouter(prefix="/recordings", tags=["recordings"])
+stack_routes = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
 
 
-def _add_trace_route(routes: APIRouter, state: AppState) -> None:
-    @routes.get(
-        "/trace",
-        operation_id="trace_api_v1_trace_get",
-        tags=["trace"],
-        summary="The calls of some ranks as they are made, as server-sent events",
-        response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}},
-    )
-    async def stream_trace(
-        rank: Annotated[
-            list[int], Query(min_length=1, max_length=MAX_TRACED_RANKS, description="these ranks")
-        ],
-        job: Annotated[
-            str | None, Query(description="of this job; can be omitted if only one is known")
-        ] = None,
-        op: Annotated[NameQuery, Query(description="only this operation, such as all_reduce")] = "",
-        group: Annotated[
-            NameQuery, Query(description="only this process group, by its name or description")
-        ] = "",
-        values: Annotated[
-            bool, Query(description="with the values of the tensors, if the job records them")
-        ] = False,
-        seconds: Annotated[
-            float | None, Query(gt=0, le=MAX_TRACE_S, description="end after this time")
-        ] = None,
-    ) -> StreamingResponse:
-        attempt = state.choose_attempt(job, rank)
-        _check_traceable(state, attempt, rank, group)
+@routes.get(
+    "/trace",
+    name="trace",
+    tags=["trace"],
+    summary="The calls of some ranks as they are made, as server-sent events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
+async def stream_trace(
+    state: State,
+    rank: Annotated[
+        list[int], Query(min_length=1, max_length=MAX_TRACED_RANKS, description="these ranks")
+    ],
+    job: Annotated[
+        str | None, Query(description="of this job; can be omitted if only one is known")
+    ] = None,
+    op: Annotated[NameQuery, Query(description="only this operation, such as all_reduce")] = "",
+    group: Annotated[
+        NameQuery, Query(description="only this process group, by its name or description")
+    ] = "",
+    values: Annotated[
+        bool, Query(description="with the values of the tensors, if the job records them")
+    ] = False,
+    seconds: Annotated[
+        float | None, Query(gt=0, le=MAX_TRACE_S, description="end after this time")
+    ] = None,
+) -> StreamingResponse:
+    attempt = state.choose_attempt(job, rank)
+    _check_traceable(state, attempt, rank, group)
 
-        async def stream_calls() -> AsyncIterator[str]:
-            traces = state.shared.traces
-            trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
-            session = traces.start_session(attempt, rank, trace_filter, state.now())
-            try:
-                async for part in stream_events(
-                    traces, session, lambda: state.shared.events.is_closed
-                ):
-                    yield part
-            finally:
-                traces.stop_session(session)
+    async def stream_calls() -> AsyncIterator[str]:
+        traces = state.shared.traces
+        trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
+        session = traces.start_session(attempt, rank, trace_filter, state.now())
+        try:
+            async for part in stream_events(traces, session, lambda: state.shared.events.is_closed):
+                yield part
+        finally:
+            traces.stop_session(session)
 
-        return stream.make_stream_response(state, stream_calls())
+    return stream.make_stream_response(state, stream_calls())
 
 
 def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
@@ -128,119 +117,127 @@ def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], gr
         raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
 
 
-def _add_dump_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.post(
-        "/dumps",
-        operation_id="ask_api_v1_dumps_post",
-        tags=["dumps"],
-        status_code=202,
-        summary="Requests the current stacks of ranks",
-    )
-    async def request_dump(body: DumpRequest, response: Response) -> Dump:
-        attempt = state.choose_attempt(body.job, body.ranks)
-        if state.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
-            raise Problem(
-                429,
-                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
-                headers={"Retry-After": "5"},
-            )
-        dump = state.shared.dumps.request_dump(attempt, body.ranks, body.native, state.now())
-        response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
-        return Dump.model_validate(dump, from_attributes=True)
-
-    @routes.get(
-        "/dumps/{id}",
-        operation_id="dump_api_v1_dumps__id__get",
-        tags=["dumps"],
-        summary="The results of a dump so far",
-    )
-    async def show_dump(id: str) -> Dump:
-        dump = state.shared.dumps.get_request(id, state.now())
-        return Dump.model_validate(dump, from_attributes=True)
-
-
-def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.post(
-        "",
-        operation_id="ask_api_v1_recordings_post",
-        status_code=202,
-        summary="Records where ranks spend their time, sampled with py-spy",
-    )
-    async def request_recording(wanted: RecordingRequest, response: Response) -> Recording:
-        attempt = state.choose_attempt(wanted.job, wanted.ranks)
-        registry = state.shared.recordings
-        other = registry.find_conflict(attempt, wanted.ranks, state.now())
-        if other is not None:
-            detail = (
-                f"recording {other} is in progress on a host of these ranks, and a host records one"
-                " process at a time: wait until it ends"
-            )
-            raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
-        recording = registry.request_recording(attempt, wanted, state.now())
-        response.headers["Location"] = f"/api/v1/recordings/{recording.id}"
-        return describe_recording(recording)
-
-    @routes.post(
-        "/{id}/stop",
-        operation_id="stop_api_v1_recordings__id__stop_post",
-        status_code=202,
-        summary="Ends a recording early and keeps what was sampled",
-    )
-    async def stop_recording(id: str) -> Recording:
-        recording = state.shared.recordings.get_request(id, state.now())
-        attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
-        if attempt is not None:
-            state.shared.recordings.stop_recording(recording, attempt, state.now())
-        return await asyncio.to_thread(describe_recording, recording)
-
-    @routes.get(
-        "/{id}",
-        operation_id="recording_api_v1_recordings__id__get",
-        summary="The progress and the results of a recording",
-    )
-    async def show_recording(id: str) -> Recording:
-        recording = state.shared.recordings.get_request(id, state.now())
-        return await asyncio.to_thread(describe_recording, recording)
-
-    async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        recording = state.shared.recordings.get_request(id, state.now())
-        if recording.status == "pending":
-            raise Problem(
-                409,
-                f"recording {id} is still in progress: see /api/v1/recordings/{id}",
-                headers={"Retry-After": "2"},
-            )
-        if not recording.profile_bytes:
-            detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
-            raise Problem(409, detail)
-        sampled = [rank.rank for rank in recording.ranks if rank.profile]
-        rate = recording.request.rate
-        title = (
-            f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {rate} Hz,"
-            f" {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
+@routes.post(
+    "/dumps",
+    name="ask",
+    tags=["dumps"],
+    status_code=202,
+    summary="Requests the current stacks of ranks",
+)
+async def request_dump(state: State, body: DumpRequest, response: Response) -> Dump:
+    attempt = state.choose_attempt(body.job, body.ranks)
+    if state.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
+        raise Problem(
+            429,
+            f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
+            headers={"Retry-After": "5"},
         )
-        return await asyncio.to_thread(lambda: render(title, unpack_profiles(recording), rate))
+    dump = state.shared.dumps.request_dump(attempt, body.ranks, body.native, state.now())
+    response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
+    return Dump.model_validate(dump, from_attributes=True)
 
-    @routes.get(
-        "/{id}/flamegraph.svg",
-        operation_id="flamegraph_api_v1_recordings__id__flamegraph_svg_get",
-        summary="A recording as a flame graph",
-        response_class=Response,
-        responses={200: {"content": {"image/svg+xml": {}}}},
-    )
-    async def download_flamegraph(id: str) -> Response:
-        image = await render_recording(id, functools.partial(render_flamegraph, state.pages))
-        return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
-    @routes.get(
-        "/{id}/speedscope.json",
-        operation_id="for_speedscope_api_v1_recordings__id__speedscope_json_get",
-        summary="A recording for speedscope",
-        response_class=Response,
+@routes.get(
+    "/dumps/{id}",
+    name="dump",
+    tags=["dumps"],
+    summary="The results of a dump so far",
+)
+async def show_dump(state: State, id: str) -> Dump:
+    dump = state.shared.dumps.get_request(id, state.now())
+    return Dump.model_validate(dump, from_attributes=True)
+
+
+@recording_routes.post(
+    "",
+    name="ask",
+    status_code=202,
+    summary="Records where ranks spend their time, sampled with py-spy",
+)
+async def request_recording(
+    state: State, wanted: RecordingRequest, response: Response
+) -> Recording:
+    attempt = state.choose_attempt(wanted.job, wanted.ranks)
+    registry = state.shared.recordings
+    other = registry.find_conflict(attempt, wanted.ranks, state.now())
+    if other is not None:
+        detail = (
+            f"recording {other} is in progress on a host of these ranks, and a host records one"
+            " process at a time: wait until it ends"
+        )
+        raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
+    recording = registry.request_recording(attempt, wanted, state.now())
+    response.headers["Location"] = f"/api/v1/recordings/{recording.id}"
+    return describe_recording(recording)
+
+
+@recording_routes.post(
+    "/{id}/stop",
+    name="stop",
+    status_code=202,
+    summary="Ends a recording early and keeps what was sampled",
+)
+async def stop_recording(state: State, id: str) -> Recording:
+    recording = state.shared.recordings.get_request(id, state.now())
+    attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
+    if attempt is not None:
+        state.shared.recordings.stop_recording(recording, attempt, state.now())
+    return await asyncio.to_thread(describe_recording, recording)
+
+
+@recording_routes.get(
+    "/{id}",
+    name="recording",
+    summary="The progress and the results of a recording",
+)
+async def show_recording(state: State, id: str) -> Recording:
+    recording = state.shared.recordings.get_request(id, state.now())
+    return await asyncio.to_thread(describe_recording, recording)
+
+
+async def _render_recording(
+    state: AppState, id: str, render: Callable[[str, RankProfiles, int], str]
+) -> str:
+    recording = state.shared.recordings.get_request(id, state.now())
+    if recording.status == "pending":
+        raise Problem(
+            409,
+            f"recording {id} is still in progress: see /api/v1/recordings/{id}",
+            headers={"Retry-After": "2"},
+        )
+    if not recording.profile_bytes:
+        detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
+        raise Problem(409, detail)
+    sampled = [rank.rank for rank in recording.ranks if rank.profile]
+    rate = recording.request.rate
+    title = (
+        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {rate} Hz,"
+        f" {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     )
-    async def download_speedscope(id: str) -> Response:
-        document = await render_recording(id, render_speedscope)
-        return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
+    return await asyncio.to_thread(lambda: render(title, unpack_profiles(recording), rate))
+
+
+@recording_routes.get(
+    "/{id}/flamegraph.svg",
+    name="flamegraph",
+    summary="A recording as a flame graph",
+    response_class=Response,
+    responses={200: {"content": {"image/svg+xml": {}}}},
+)
+async def download_recording_flamegraph(state: State, id: str) -> Response:
+    image = await _render_recording(state, id, functools.partial(render_flamegraph, state.pages))
+    return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
+
+
+@recording_routes.get(
+    "/{id}/speedscope.json",
+    name="for_speedscope",
+    summary="A recording for speedscope",
+    response_class=Response,
+)
+async def download_recording_speedscope(state: State, id: str) -> Response:
+    document = await _render_recording(state, id, render_speedscope)
+    return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
 def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, rate: int) -> str:
@@ -285,63 +282,62 @@ def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
     return json.dumps(make_speedscope_document(title, threads, "seconds", rate))
 
 
-def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.get(
-        "/text",
-        operation_id="text_api_v1_incidents__id__text_get",
-        summary="The whole verdict as text",
-        response_class=PlainTextResponse,
-    )
-    async def show_text(id: str) -> Response:
-        document = build_document(state.get_incident(id).incident)
-        lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
-        return PlainTextResponse("\n".join(lines) + "\n")
+@stack_routes.get(
+    "/text",
+    name="text",
+    summary="The whole verdict as text",
+    response_class=PlainTextResponse,
+)
+async def show_text(state: State, id: str) -> Response:
+    document = build_document(state.get_incident(id).incident)
+    lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
+    return PlainTextResponse("\n".join(lines) + "\n")
 
-    @routes.get(
-        "/stacks.speedscope.json",
-        operation_id="for_speedscope_api_v1_incidents__id__stacks_speedscope_json_get",
-        summary="The stacks for speedscope",
-    )
-    async def download_speedscope(id: str) -> Response:
-        incident = state.get_incident(id).incident
-        profiles = [
-            (
-                f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}",
-                [(stack.frames[::-1], 1)],
-            )
-            for stack in incident.stacks
-            if stack.frames
-        ]
-        document = json.dumps(make_speedscope_document(incident.summary, profiles, "none", rate=1))
-        return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
-    @routes.get(
-        "/stacks.folded",
-        operation_id="for_flamegraph_api_v1_incidents__id__stacks_folded_get",
-        summary="The stacks as folded lines, for flame graph tools",
-        response_class=PlainTextResponse,
-    )
-    async def download_folded_stacks(id: str) -> Response:
-        lines = trees.format_folded_stacks(
-            convert_stacks(select_calling_stacks(state.get_incident(id).incident.stacks))
-        )
-        text = "".join(f"{line}\n" for line in lines)
-        return make_attachment(f"hangwatch-{id}.folded", text, "text/plain")
+@stack_routes.get(
+    "/stacks.speedscope.json",
+    name="for_speedscope",
+    summary="The stacks for speedscope",
+)
+async def download_stacks_speedscope(state: State, id: str) -> Response:
+    incident = state.get_incident(id).incident
+    profiles = [
+        (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", [(stack.frames[::-1], 1)])
+        for stack in incident.stacks
+        if stack.frames
+    ]
+    document = json.dumps(make_speedscope_document(incident.summary, profiles, "none", rate=1))
+    return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
-    @routes.get(
-        "/stacks.svg",
-        operation_id="flamegraph_api_v1_incidents__id__stacks_svg_get",
-        summary="The stacks as a flame graph: a frame's width is its number of ranks",
-        response_class=Response,
-        responses={200: {"content": {"image/svg+xml": {}}}},
+
+@stack_routes.get(
+    "/stacks.folded",
+    name="for_flamegraph",
+    summary="The stacks as folded lines, for flame graph tools",
+    response_class=PlainTextResponse,
+)
+async def download_folded_stacks(state: State, id: str) -> Response:
+    lines = trees.format_folded_stacks(
+        convert_stacks(select_calling_stacks(state.get_incident(id).incident.stacks))
     )
-    async def download_flamegraph(id: str) -> Response:
-        incident = state.get_incident(id).incident
-        tree = trees.merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
-        rank_count = max(1, sum(len(branch.ranks) for branch in tree))
-        bars = list(_iter_bars(tree, 0.0, 0, rank_count))
-        image = state.pages.render_flame_graph(incident.summary, bars)
-        return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
+    text = "".join(f"{line}\n" for line in lines)
+    return make_attachment(f"hangwatch-{id}.folded", text, "text/plain")
+
+
+@stack_routes.get(
+    "/stacks.svg",
+    name="flamegraph",
+    summary="The stacks as a flame graph: a frame's width is its number of ranks",
+    response_class=Response,
+    responses={200: {"content": {"image/svg+xml": {}}}},
+)
+async def download_stacks_flamegraph(state: State, id: str) -> Response:
+    incident = state.get_incident(id).incident
+    tree = trees.merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
+    rank_count = max(1, sum(len(branch.ranks) for branch in tree))
+    bars = list(_iter_bars(tree, 0.0, 0, rank_count))
+    image = state.pages.render_flame_graph(incident.summary, bars)
+    return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
 
 def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
@@ -378,3 +374,7 @@ def _iter_bars(
             yield bar, text, f"{text}, {name_ranks(branch.ranks)}"
         yield from _iter_bars(branch.branches, x, depth + len(branch.frames), total_ranks)
         x += width
+
+
+routes.include_router(recording_routes)
+routes.include_router(stack_routes)

@@ -6,6 +6,7 @@ The documents of incidents are described by `server.core.schema`, jobs, ranks an
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI
@@ -35,9 +36,8 @@ def install_openapi(app: FastAPI, token: str | None) -> None:
     """Adds the problem documents, the token, and the heartbeat, which no FastAPI route parses."""
     generate = app.openapi
 
+    @functools.cache
     def build_document() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
         document = generate()
         heartbeat = TypeAdapter(HeartbeatBody).json_schema(
             ref_template="#/components/schemas/{model}"

@@ -1,22 +1,17 @@
-"""Templates and their filters, and the responses of all routes with their headers. Errors are
-problem documents for programs, and pages for browsers.
-"""
+"""Templates and their filters, and the responses of all routes with their headers."""
 
 from __future__ import annotations
 
 import functools
 import http
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 import jinja2
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
-from starlette.exceptions import HTTPException
 
 from hangwatch import __version__
 from hangwatch.model.ranks import format_ranks
@@ -25,7 +20,6 @@ from hangwatch.report.performance import format_bandwidth, format_duration, form
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import ProfileBar
 
-from ..core.problems import Problem, describe_validation_errors
 from ..monitor.views import format_verdict
 
 WEB_DIR = Path(__file__).parents[1] / "web"
@@ -42,8 +36,7 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# The prefix of template blocks that are kept up to date; the rest of the name is the id of their
-# element.
+# Template blocks with this prefix are kept up to date; the name after it is the id of their element.
 PART_PREFIX = "part_"
 # A shape for each state, in a box of 16 by 16, so that states differ by more than colour.
 # The map's script reads them from the page.
@@ -172,46 +165,3 @@ def wants_json(request: Request) -> bool:
     """Whether the request accepts JSON and not HTML: browsers and plain curl get the page."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/html" not in accepted
-
-
-def install_error_handlers(app: FastAPI, pages: PageRenderer, refusals: Counter[str]) -> None:
-    """Makes ``app`` answer every error with a problem document, or with a page with the same text
-    in a browser. ``refusals`` counts the requests that exceed a limit, by its name.
-    """
-
-    def make_error_response(request: Request, problem: Problem) -> Response:
-        accepts_page = "text/html" in request.headers.get("accept", "")
-        if not accepts_page or request.url.path.startswith("/api/"):
-            return problem.make_response()
-        return pages.render_page(
-            "error.html",
-            status_code=problem.status,
-            title=http.HTTPStatus(problem.status).phrase,
-            detail=problem.detail,
-            more=problem.extra_members.get("errors", []),
-        )
-
-    @app.exception_handler(Problem)
-    async def handle_problem(request: Request, error: Problem) -> Response:
-        refusals.update(error.limits)
-        return make_error_response(request, error)
-
-    @app.exception_handler(HTTPException)
-    async def handle_http_error(request: Request, error: HTTPException) -> Response:
-        detail = {
-            404: f"{request.url.path} does not exist; /docs lists the API",
-            405: f"{request.url.path} does not accept {request.method}; /docs lists the methods",
-        }.get(error.status_code, str(error.detail))
-        return make_error_response(
-            request, Problem(error.status_code, detail, headers=error.headers)
-        )
-
-    @app.exception_handler(RequestValidationError)
-    async def handle_invalid_request(request: Request, error: RequestValidationError) -> Response:
-        detail = "the request does not match its description in /docs; see errors"
-        errors = describe_validation_errors(error.errors())
-        return make_error_response(request, Problem(422, detail, errors=errors))
-
-    @app.exception_handler(Exception)
-    async def handle_bug(request: Request, error: Exception) -> Response:
-        return make_error_response(request, Problem(500, INTERNAL_ERROR_DETAIL))

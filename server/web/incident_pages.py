@@ -5,7 +5,7 @@ server and makes no request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -23,16 +23,17 @@ from hangwatch.report.text import Document, group_name, name_ranks, parse_time, 
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import merge_stacks
 
-from ..http.api import PageOf100, make_incidents_response
-from ..http.app_state import AppState
+from ..http import api
+from ..http.api import PageOf100
+from ..http.app_state import AppState, State
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
-from ..http.rendering import STYLESHEET_PATH, make_attachment, make_json_response, wants_json
+from ..http.rendering import STYLESHEET_PATH, make_attachment, wants_json
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import RequestedDump
-from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
+from .ranks_page import parse_rank_filter
 from .serving import PageNumber, TextQuery, serve_page, slice_page
-from .wait_graph import GraphPicture, build_graph, draw_graph
+from .wait_graph import draw_graph
 
 INCIDENTS_PER_PAGE = 50
 PERIODS = {
@@ -42,7 +43,7 @@ PERIODS = {
     "30d": timedelta(days=30),
 }
 COMPARED_FIELDS = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
-MAX_PROPOSED_RANKS = 32  # ranks that the form for new stacks begins with
+MAX_PROPOSED_RANKS = 32  # ranks that the form for new stacks proposes
 MAX_RANKS_LENGTH = 60  # characters in a line of the timeline
 # The parts of the incident's page that the file has, in this order, with their labels.
 SECTIONS = (
@@ -72,50 +73,48 @@ class IncidentsQuery(BaseModel):
         return any((self.job, self.status, self.kind, self.since, self.rank))
 
 
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter()
+routes = APIRouter()
 
-    @routes.get("/incidents", include_in_schema=False)
-    async def show_incidents(
-        request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
-    ) -> Response:
-        if wants_json(request):
-            return make_incidents_response(listed, _find_matching_records(state, query))
-        return serve_page(
-            state, request, "incidents.html", lambda: _build_list_values(state, query)
-        )
 
-    @routes.get("/incidents/{id}", include_in_schema=False)
-    async def show_incident(
-        request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
-    ) -> Response:
-        if wants_json(request):
-            return make_json_response(build_document(state.get_incident(id).incident))
-        return serve_page(
-            state, request, "incident.html", lambda: _build_incident_values(state, id, ranks, dump)
-        )
+@routes.get("/incidents", include_in_schema=False)
+async def show_incidents(
+    state: State, request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
+) -> Response:
+    if wants_json(request):
+        return api.make_incidents_response(listed, _find_matching_records(state, query))
+    return serve_page(state, request, "incidents.html", lambda: _build_list_values(state, query))
 
-    @routes.get(
-        "/api/v1/incidents/{id}/report",
-        tags=["incidents"],
-        summary="The incident as one HTML file that needs no server",
-        response_class=Response,
-        responses={200: {"content": {"text/html": {}}}},
+
+@routes.get("/incidents/{id}", include_in_schema=False)
+async def show_incident(
+    state: State, request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
+) -> Response:
+    if wants_json(request):
+        return await api.show_incident(state, id)
+    return serve_page(
+        state, request, "incident.html", lambda: _build_incident_values(state, id, ranks, dump)
     )
-    async def download_report(id: str) -> Response:
-        values = _build_incident_values(state, id, "", "")
-        document = state.pages.render_text(
-            "report.html",
-            **values,
-            parts=state.pages.render_parts("incident.html", **values),
-            sections=SECTIONS,
-            stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
-            made_at=state.shared.clock.date(state.now()),
-            address=f"{state.base_url}/incidents/{id}",
-        )
-        return make_attachment(f"hangwatch-{id}.html", document, "text/html")
 
-    return routes
+
+@routes.get(
+    "/api/v1/incidents/{id}/report",
+    tags=["incidents"],
+    summary="The incident as one HTML file that needs no server",
+    response_class=Response,
+    responses={200: {"content": {"text/html": {}}}},
+)
+async def download_report(state: State, id: str) -> Response:
+    values = _build_incident_values(state, id, "", "")
+    document = state.pages.render_text(
+        "report.html",
+        **values,
+        parts=state.pages.render_parts("incident.html", **values),
+        sections=SECTIONS,
+        stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
+        made_at=state.shared.clock.date(state.now()),
+        address=f"{state.base_url}/incidents/{id}",
+    )
+    return make_attachment(f"hangwatch-{id}.html", document, "text/html")
 
 
 def _find_matching_records(state: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
@@ -154,8 +153,8 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     unknown incident.
     """
     incident = state.get_incident(id).incident
-    spans = parse_rank_spans(ranks)
-    picture = draw_graph(build_graph(incident))
+    is_listed = parse_rank_filter(ranks)
+    is_shown = is_listed or (lambda _: True)
     document = build_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or state.shared.clock.date(state.now())
     dump = state.shared.dumps.find_request(dump_id, state.now()) if dump_id else None
@@ -167,9 +166,7 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         "culprit_frame": views.find_culprit_frame(incident),
         "recovery": recovery.format_recovery(document),
         "open_s": (ended_at - incident.onset_at).total_seconds(),
-        "picture": picture,
-        "box_labels": _label_boxes(incident, picture),
-        **_build_graph_labels(state, incident, {arrow.waiter for arrow in picture.arrows}),
+        **_build_graph_values(state, incident),
         "differing": {
             name
             for name in COMPARED_FIELDS
@@ -177,10 +174,10 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         },
         "compared": COMPARED_FIELDS,
         "ranks": ranks,
-        "is_invalid_filter": bool(ranks.strip()) and spans is None,
-        **_build_stack_values(incident, spans),
-        "processes": [p for p in incident.processes if filter_ranks([p.rank], spans)],
-        "device": [p for p in incident.device if filter_ranks([p.rank], spans)],
+        "is_invalid_filter": bool(ranks.strip()) and is_listed is None,
+        **_build_stack_values(incident, is_shown),
+        "processes": [process for process in incident.processes if is_shown(process.rank)],
+        "device": [position for position in incident.device if is_shown(position.rank)],
         "hardware": [
             (entry, terminal.describe_observation(entry.observation)) for entry in incident.hardware
         ],
@@ -192,13 +189,13 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     }
 
 
-def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dict[str, Any]:
-    """The stacks of the ranks in ``spans``: calling threads' as a tree, failures, others."""
+def _build_stack_values(incident: Incident, is_shown: Callable[[int], bool]) -> dict[str, Any]:
+    """The stacks of the shown ranks: calling threads' as a tree, failures, others."""
     stacks: list[MergedStack] = []
     for stack in incident.stacks:
-        kept_ranks = filter_ranks(stack.ranks, spans)
-        if kept_ranks:
-            stacks.append(replace(stack, ranks=tuple(kept_ranks)))
+        shown_ranks = tuple(filter(is_shown, stack.ranks))
+        if shown_ranks:
+            stacks.append(replace(stack, ranks=shown_ranks))
     calling_stacks = select_calling_stacks(stacks)
     calling_ids = {id(stack) for stack in calling_stacks}
     return {
@@ -211,89 +208,73 @@ def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dic
     }
 
 
-def _build_graph_labels(
-    state: AppState, incident: Incident, waiters: Iterable[int]
-) -> dict[str, dict[Any, str]]:
-    """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
-    incident have a name only while the job is known.
+def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
+    """The graph, with its names: ``group_names`` by group, and ``ops`` by (rank, call). Calls
+    outside the incident have a name only while the job is known.
     """
-    attempt = state.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
-    processes = {} if attempt is None else attempt.processes
-    waiting = [
-        (rank, stream)
-        for rank in waiters
-        if rank in processes
-        for stream in processes[rank].streams.values()
-        if stream.is_pending
-    ]
-    group_names = {
-        stream.group.name: group_name(stream.group.name, stream.group.desc) for _, stream in waiting
-    }
-    if incident.group:
-        group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
-    ops = {(rank, stream.first_unfinished): stream.op for rank, stream in waiting}
-    for call_class in incident.calls:
-        call = call_class.call
-        ops.update({(rank, call.seq): call.signature.op for rank in call_class.ranks})
-    return {"group_names": group_names, "ops": ops}
-
-
-def _label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
-    """The second line of each box in the graph: where one of its ranks is, if a stack is known."""
-    lines: dict[int, str] = {}
+    places: dict[int, str] = {}
     for stack in select_calling_stacks(incident.stacks):
         frame = next((f for f in stack.frames if not is_library(f.file)), None)
         if frame is not None:
             file_name = frame.file.rsplit("/", 1)[-1]
-            lines |= dict.fromkeys(stack.ranks, f"{file_name}:{frame.line} {frame.function}")
-    labels: list[str] = []
-    for box in picture.boxes:
-        known_lines = (lines[rank] for rank in box.wait_class.ranks if rank in lines)
-        labels.append(next(known_lines, "culprit" if box.wait_class.is_culprit else "waiting"))
-    return labels
+            places |= dict.fromkeys(stack.ranks, f"{file_name}:{frame.line} {frame.function}")
+    picture = draw_graph(incident, places)
+
+    group_names: dict[str, str] = {}
+    ops: dict[tuple[int, int], str] = {}
+    attempt = state.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
+    processes = {} if attempt is None else attempt.processes
+    for rank in processes.keys() & {arrow.waiter for arrow in picture.arrows}:
+        for stream in processes[rank].streams.values():
+            if stream.is_pending:
+                group = stream.group
+                group_names[group.name] = group_name(group.name, group.desc)
+                ops[rank, stream.first_unfinished] = stream.op
+    if incident.group:
+        group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
+    for call_class in incident.calls:
+        for rank in call_class.ranks:
+            ops[rank, call_class.call.seq] = call_class.call.signature.op
+    return {"picture": picture, "group_names": group_names, "ops": ops}
 
 
 def _merge_dump_stacks(dump: RequestedDump) -> list[tuple[MergedStack, bool]]:
     """The stacks of a dump, equal ones merged, each with whether it is a calling thread's."""
-    merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
+    merged: dict[MergedStack, tuple[list[int], bool]] = {}
     for rank in dump.ranks:
         for index, stack in enumerate(rank.stacks):
             content = replace(stack, ranks=(), taken_at=dump.created_at)
-            ranks, _, _ = merged.setdefault(content, ([], stack, index == 0))
+            ranks, _ = merged.setdefault(content, ([], index == 0))
             ranks.append(rank.rank)
-    ordered = sorted(merged.values(), key=lambda entry: (not entry[2], len(entry[0])))
-    return [(replace(stack, ranks=tuple(ranks)), is_caller) for ranks, stack, is_caller in ordered]
+    shown = [
+        (replace(stack, ranks=tuple(ranks)), is_caller)
+        for stack, (ranks, is_caller) in merged.items()
+    ]
+    return sorted(shown, key=lambda entry: (not entry[1], len(entry[0].ranks)))
 
 
 def _build_timeline(incident: Incident, document: Document) -> list[tuple[datetime, str]]:
-    started = ""
+    onset = "Onset"
     if incident.waiting:
-        started = (
-            f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
-        )
-    events = [
-        (incident.onset_at, f"Onset{started}"),
-        (incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"),
-        *_iter_stack_events(incident),
-        *((parse_time(at), text) for at, text in recovery.iter_recovery_events(document)),
-    ]
+        ranks = truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)
+        onset = f"Onset: {ranks} started waiting"
+    opened = f"Incident opened: {incident.severity.value} {incident.kind.value}"
+    events = [(incident.onset_at, onset), (incident.opened_at, opened)]
+    # Stacks taken within the same second, from the same source, are one event.
+    batches: dict[tuple[datetime, str, bool], list[MergedStack]] = {}
+    for stack in incident.stacks:
+        key = stack.taken_at.replace(microsecond=0), stack.source, stack.error is None
+        batches.setdefault(key, []).append(stack)
+    for (_, source, is_success), stacks in batches.items():
+        all_ranks = name_ranks(rank for stack in stacks for rank in stack.ranks)
+        what = "Stacks taken of" if is_success else "Failed to take stacks of"
+        text = f"{what} {truncate_end(all_ranks, MAX_RANKS_LENGTH)} ({source})"
+        events.append((min(stack.taken_at for stack in stacks), text))
+    for at, text in recovery.iter_recovery_events(document):
+        events.append((parse_time(at), text))
     if incident.resolved_at is not None:
         reason = "the job made progress or ended"
         if incident.resolution:
             reason = terminal.RESOLUTIONS[incident.resolution]
         events.append((incident.resolved_at, f"Resolved: {reason}"))
     return sorted(events, key=lambda event: event[0])
-
-
-def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
-    """Stacks taken within the same second, from the same source, are one event."""
-    batches: dict[tuple[datetime, str, bool], list[MergedStack]] = {}
-    for stack in incident.stacks:
-        key = stack.taken_at.replace(microsecond=0), stack.source, stack.error is None
-        batches.setdefault(key, []).append(stack)
-    for (_, source, is_success), stacks in batches.items():
-        ranks = truncate_end(
-            name_ranks(rank for stack in stacks for rank in stack.ranks), MAX_RANKS_LENGTH
-        )
-        what = "Stacks taken of" if is_success else "Failed to take stacks of"
-        yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"

@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from hangwatch.report.performance import format_duration
-
-from ..http.api import JobName, Page, PageOf100, PageRequest, make_group_cursor
-from ..http.app_state import AppState
+from ..http.api import JobName, Page, PageOf100, make_group_cursor
+from ..http.app_state import AppState, State
 from ..http.rendering import wants_json
 from ..performance import views
 from ..performance.totals import PERIOD_S, PeriodPoint
@@ -26,42 +24,22 @@ GroupQuery = Annotated[
 ]
 
 
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.get(
-        "/api/v1/performance",
-        name="performance",
-        tags=["performance"],
-        summary=(
-            "Calls, latency, bandwidth and arrivals by process group; first the groups that wait"
-            " longest for a straggler"
-        ),
-        response_model=Page[views.GroupPerformance],
-    )
-    async def get_performance(
-        listed: PageOf100, job: JobName = None, group: GroupQuery = ""
-    ) -> Response:
-        return _list_groups(state, listed, job, group)
-
-    @routes.get("/performance", include_in_schema=False)
-    async def show_performance(
-        request: Request,
-        listed: PageOf100,
-        job: str = "",
-        group: GroupQuery = "",
-        page: PageNumber = 1,
-    ) -> Response:
-        if wants_json(request):
-            return _list_groups(state, listed, job or None, group)
-        return serve_page(
-            state, request, "performance.html", lambda: _build_page_values(state, job, group, page)
-        )
-
-    return routes
+routes = APIRouter()
 
 
-def _list_groups(state: AppState, listed: PageRequest, job: str | None, group: str) -> Response:
+@routes.get(
+    "/api/v1/performance",
+    name="performance",
+    tags=["performance"],
+    summary=(
+        "Calls, latency, bandwidth and arrivals by process group; first the groups that wait"
+        " longest for a straggler"
+    ),
+    response_model=Page[views.GroupPerformance],
+)
+async def get_performance(
+    state: State, listed: PageOf100, job: JobName = None, group: GroupQuery = ""
+) -> Response:
     rows = [
         (attempt, ranked)
         for attempt in state.find_attempts(job)
@@ -73,6 +51,22 @@ def _list_groups(state: AppState, listed: PageRequest, job: str | None, group: s
         rows,
         lambda row: make_group_cursor(row[0], row[1].totals.group.key),
         lambda row: views.describe_group_performance(*row, to_date).model_dump(mode="json"),
+    )
+
+
+@routes.get("/performance", include_in_schema=False)
+async def show_performance(
+    state: State,
+    request: Request,
+    listed: PageOf100,
+    job: str = "",
+    group: GroupQuery = "",
+    page: PageNumber = 1,
+) -> Response:
+    if wants_json(request):
+        return await get_performance(state, listed, job or None, group)
+    return serve_page(
+        state, request, "performance.html", lambda: _build_page_values(state, job, group, page)
     )
 
 
@@ -123,14 +117,6 @@ class Plot:
     span_s: float
     lines: tuple[PlotLine, ...]
 
-    @property
-    def summary(self) -> str:
-        """The alternative text for screen readers."""
-        return (
-            f"{self.title} over the last {format_duration(self.span_s)}, up to"
-            f" {format_duration(self.max_s)}"
-        )
-
 
 def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
     """The latencies and the arrival spreads of each operation that has some."""
@@ -157,32 +143,21 @@ def _build_plot(
     span_s = max(PERIOD_S, points[-1].started_at - begin)
     max_s = max(1e-6, *(pair[1] for pair in quantiles if pair is not None))
     height = PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX
-
-    def build_line(name: str, index: int) -> PlotLine:
-        places = [
-            (
-                (point.started_at - begin) / span_s * PLOT_WIDTH_PX,
-                TOP_MARGIN_PX + (1 - pair[index] / max_s) * height,
-            )
-            for point, pair in zip(points, quantiles, strict=True)
-            if pair is not None
-        ]
-        return _connect_places(name, places, max_gap=1.5 * PERIOD_S / span_s * PLOT_WIDTH_PX)
-
-    lines = (build_line("p95", 1), build_line("p50", 0))
-    return Plot(op=op, title=title, max_s=max_s, span_s=span_s, lines=lines)
-
-
-def _connect_places(name: str, places: Sequence[tuple[float, float]], max_gap: float) -> PlotLine:
-    """A line that is interrupted at periods without calls."""
-    runs: list[list[tuple[float, float]]] = []
-    for place in places:
-        if runs and place[0] - runs[-1][-1][0] <= max_gap:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    path = " ".join(
-        "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
-    )
-    dots = tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1)
-    return PlotLine(name=name, path=path, dots=dots)
+    max_gap = 1.5 * PERIOD_S / span_s * PLOT_WIDTH_PX
+    lines: list[PlotLine] = []
+    for name, index in (("p95", 1), ("p50", 0)):
+        runs: list[list[tuple[float, float]]] = []  # a period without calls interrupts the line
+        for point, pair in zip(points, quantiles, strict=True):
+            if pair is None:
+                continue
+            x = (point.started_at - begin) / span_s * PLOT_WIDTH_PX
+            y = TOP_MARGIN_PX + (1 - pair[index] / max_s) * height
+            if not runs or x - runs[-1][-1][0] > max_gap:
+                runs.append([])
+            runs[-1].append((x, y))
+        path = " ".join(
+            "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
+        )
+        dots = tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1)
+        lines.append(PlotLine(name=name, path=path, dots=dots))
+    return Plot(op=op, title=title, max_s=max_s, span_s=span_s, lines=tuple(lines))

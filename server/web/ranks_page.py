@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,8 +31,8 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from ..core.job_views import JobView
-from ..http.api import PageOf100, PageRequest
-from ..http.app_state import AppState
+from ..http.api import PageOf100
+from ..http.app_state import AppState, State
 from ..http.rendering import make_json_response, wants_json
 from ..monitor import views
 from ..performance.views import list_stragglers
@@ -59,70 +59,6 @@ STATE_LETTERS = {
     RankState.DEAD: "d",
 }
 
-RankSpan = tuple[int, int]  # first and last
-
-
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter(include_in_schema=False)
-
-    @routes.get("/")
-    async def redirect_home() -> Response:
-        return RedirectResponse("/ranks", status_code=307)
-
-    @routes.get("/ranks")
-    async def show_ranks(
-        request: Request, listed: PageOf100, query: Annotated[RanksQuery, Query()]
-    ) -> Response:
-        if wants_json(request):
-            return _list_ranks(state, listed, query)
-        return serve_page(state, request, "ranks.html", lambda: _build_page_values(state, query))
-
-    return routes
-
-
-def _list_ranks(state: AppState, listed: PageRequest, query: RanksQuery) -> Response:
-    attempt, now = choose_attempt(state, query.job, query.attempt), state.now()
-    if attempt is None:
-        return make_json_response({"items": [], "next": None})
-    overview = get_overview(state, attempt)
-    return listed.make_response(
-        select_ranks(overview, now, query),
-        str,
-        lambda rank: views.describe_rank(attempt, rank, overview.states[rank], now),
-    )
-
-
-def _build_page_values(state: AppState, query: RanksQuery) -> dict[str, Any]:
-    values = query.model_dump(mode="json")
-    attempt = choose_attempt(state, query.job, query.attempt)
-    if attempt is None:
-        start_values = {"overview": None, "url": state.base_url, "token": state.token is not None}
-        return values | start_values
-    overview = get_overview(state, attempt)
-    stragglers = list_stragglers(state.get_ranked_groups(attempt))
-    values |= {
-        "overview": overview,
-        "jobs": [a.job for a in state.list_latest_attempts()],
-        "straggler": stragglers[0] if stragglers else None,
-        "culprit_frames": {i.id: views.find_culprit_frame(i) for i in overview.incidents[:1]},
-        "layout": get_map_layout(state, attempt, query.by),
-    }
-    if query.view == "groups":
-        rows = get_group_rows(state, attempt)
-        return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
-    now = state.now()
-    shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
-    incident_ids: dict[int, str] = {}
-    for incident in reversed(overview.incidents):  # the most severe one is the last to set a rank's
-        incident_ids.update(dict.fromkeys(incident.waiting, incident.id))
-        incident_ids.update(dict.fromkeys(incident.culprits, incident.id))
-    return values | {
-        "columns": RANK_COLUMNS,
-        "shown": shown,
-        "rows": [RankRow(overview, rank, now) for rank in shown.rows],
-        "incident_ids": incident_ids,
-    }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOverview:
@@ -137,7 +73,7 @@ class AttemptOverview:
     cells: str  # the map: a letter for each rank, run-length encoded
 
 
-def get_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
+def _get_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
     return state.cache.get_or_compute(
         ("board", attempt.key), lambda: _build_overview(state, attempt)
     )
@@ -148,17 +84,16 @@ def _build_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
     shown_records = records or (
         state.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
     )
-    published = state.watch.publisher.attempts.get(attempt.key)
-    last_states = {} if published is None else published.rank_states
-    states = last_states or state.get_rank_states(attempt)
+    states = state.get_published(attempt).rank_states or state.get_rank_states(attempt)
     counts = Counter(states.values())
-    job = state.add_summary(attempt, views.describe_job(attempt, counts, records, state.now()))
+    view = views.describe_job(attempt, counts, records, state.now())
+    job, advice = state.add_summary(attempt, view)
     culprits = frozenset(rank for record in shown_records for rank in record.incident.culprits)
     worst_first = sorted(counts, key=lambda state: -STATE_CONCERN[state])
     return AttemptOverview(
         attempt=attempt,
         job=job,
-        advice=state.describe_status(attempt, job)[1],
+        advice=advice,
         states=states,
         incidents=views.sort_by_severity(shown_records),
         culprits=culprits,
@@ -189,14 +124,8 @@ class MapLayout:
     choices: tuple[str, ...]
 
 
-def get_map_layout(state: AppState, attempt: Attempt, by: str) -> MapLayout:
-    """The map by host, or by the process groups with the description ``by``."""
-    return state.cache.get_or_compute(
-        ("layout", attempt.key, by), lambda: _build_map_layout(attempt, by)
-    )
-
-
 def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
+    """The map by host, or by the process groups with the description ``by``."""
     expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
     groups = _list_group_streams(attempt)
     descriptions = {group.desc for group, _ in groups}
@@ -237,39 +166,32 @@ class GroupRow:
     positions: tuple[GroupPosition, ...]  # the most advanced first
     unreported_ranks: frozenset[int]  # members that have not reported the group
 
-    @property
-    def sort_key(self) -> tuple[bool, int, str, str]:
-        """Groups whose members are at different positions come first, then large ones."""
-        is_together = len(self.positions) < 2 and not self.unreported_ranks
-        return is_together, -len(self.group.ranks), self.group.desc, self.group.name
 
-
-def get_group_rows(state: AppState, attempt: Attempt) -> list[GroupRow]:
-    """The process groups, those whose members are at different positions first."""
-
-    def build_rows() -> list[GroupRow]:
-        rows = [_build_group_row(*entry) for entry in _list_group_streams(attempt)]
-        return sorted(rows, key=lambda row: row.sort_key)
-
-    return state.cache.get_or_compute(("groups", attempt.key), build_rows)
-
-
-def _build_group_row(group: Group, streams: Mapping[int, CallStream]) -> GroupRow:
-    ranks_by_entered: dict[int, list[int]] = {}
-    for rank, stream in sorted(streams.items()):
-        ranks_by_entered.setdefault(stream.entered, []).append(rank)
-    most_advanced = max(ranks_by_entered)
-    positions = tuple(
-        GroupPosition(
-            entered=entered,
-            op=streams[ranks[0]].op,
-            ranks=tuple(ranks),
-            behind=most_advanced - entered,
+def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
+    """Groups whose members are at different positions come first, then large ones."""
+    rows: list[GroupRow] = []
+    for group, streams in _list_group_streams(attempt):
+        ranks_by_entered: dict[int, list[int]] = {}
+        for rank, stream in sorted(streams.items()):
+            ranks_by_entered.setdefault(stream.entered, []).append(rank)
+        most_advanced = max(ranks_by_entered)
+        positions = tuple(
+            GroupPosition(
+                entered=entered,
+                op=streams[ranks[0]].op,
+                ranks=tuple(ranks),
+                behind=most_advanced - entered,
+            )
+            for entered, ranks in sorted(ranks_by_entered.items(), reverse=True)
         )
-        for entered, ranks in sorted(ranks_by_entered.items(), reverse=True)
-    )
-    unreported_ranks = frozenset(group.ranks).difference(streams)
-    return GroupRow(group=group, positions=positions, unreported_ranks=unreported_ranks)
+        unreported_ranks = frozenset(group.ranks).difference(streams)
+        rows.append(GroupRow(group=group, positions=positions, unreported_ranks=unreported_ranks))
+
+    def sort_key(row: GroupRow) -> tuple[bool, int, str, str]:
+        is_together = len(row.positions) < 2 and not row.unreported_ranks
+        return is_together, -len(row.group.ranks), row.group.desc, row.group.name
+
+    return sorted(rows, key=sort_key)
 
 
 class RankRow(NamedTuple):
@@ -355,12 +277,6 @@ class RankRow(NamedTuple):
         )
 
 
-def _get_state_order(row: RankRow) -> float:
-    """The worst state first, and culprits before all others."""
-    concern = STATE_CONCERN[row.state]
-    return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
-
-
 @dataclass(frozen=True, slots=True)
 class RankColumn:
     """One column. ``text`` gives the cell's text; `templates/_rank_cells.html` may add markup."""
@@ -399,7 +315,13 @@ class RankColumn:
 
 RANK_COLUMNS = (
     RankColumn("rank", "Rank", lambda row: row.rank),
-    RankColumn("state", "State", lambda row: row.state.value, get_order=_get_state_order),
+    RankColumn(
+        "state",
+        "State",
+        lambda row: row.state.value,
+        # The worst state first, and culprits before all others.
+        get_order=lambda row: -STATE_CONCERN[row.state] - row.is_culprit * len(STATE_CONCERN),
+    ),
     RankColumn(
         "host",
         "Host",
@@ -456,6 +378,68 @@ class RanksQuery(BaseModel):
     page: PageNumber = 1
 
 
+routes = APIRouter(include_in_schema=False)
+
+
+@routes.get("/")
+async def redirect_home() -> Response:
+    return RedirectResponse("/ranks", status_code=307)
+
+
+@routes.get("/ranks")
+async def show_ranks(
+    state: State, request: Request, listed: PageOf100, query: Annotated[RanksQuery, Query()]
+) -> Response:
+    if not wants_json(request):
+        return serve_page(state, request, "ranks.html", lambda: _build_page_values(state, query))
+    attempt, now = choose_attempt(state, query.job, query.attempt), state.now()
+    if attempt is None:
+        return make_json_response({"items": [], "next": None})
+    overview = _get_overview(state, attempt)
+    return listed.make_response(
+        select_ranks(overview, now, query),
+        str,
+        lambda rank: views.describe_rank(attempt, rank, overview.states[rank], now),
+    )
+
+
+def _build_page_values(state: AppState, query: RanksQuery) -> dict[str, Any]:
+    values = query.model_dump(mode="json")
+    attempt = choose_attempt(state, query.job, query.attempt)
+    if attempt is None:
+        start_values = {"overview": None, "url": state.base_url, "token": state.token is not None}
+        return values | start_values
+    overview = _get_overview(state, attempt)
+    stragglers = list_stragglers(state.get_ranked_groups(attempt))
+    layout = state.cache.get_or_compute(
+        ("layout", attempt.key, query.by), lambda: _build_map_layout(attempt, query.by)
+    )
+    values |= {
+        "overview": overview,
+        "jobs": [a.job for a in state.list_latest_attempts()],
+        "straggler": stragglers[0] if stragglers else None,
+        "culprit_frames": {i.id: views.find_culprit_frame(i) for i in overview.incidents[:1]},
+        "layout": layout,
+    }
+    if query.view == "groups":
+        rows = state.cache.get_or_compute(
+            ("groups", attempt.key), lambda: _build_group_rows(attempt)
+        )
+        return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
+    now = state.now()
+    shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
+    incident_ids: dict[int, str] = {}
+    for incident in reversed(overview.incidents):  # the most severe one is the last to set a rank's
+        incident_ids.update(dict.fromkeys(incident.waiting, incident.id))
+        incident_ids.update(dict.fromkeys(incident.culprits, incident.id))
+    return values | {
+        "columns": RANK_COLUMNS,
+        "shown": shown,
+        "rows": [RankRow(overview, rank, now) for rank in shown.rows],
+        "incident_ids": incident_ids,
+    }
+
+
 def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> list[int]:
     """The ranks of a view, in its order. A text like ``0, 4-7`` selects these ranks; any other text
     selects the ranks with a host, a phase or a call that contains it.
@@ -474,34 +458,28 @@ def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> li
             if any(stream.group.name == query.group for stream in make_row(rank).streams)
         ]
     text = query.q.strip()
-    spans = parse_rank_spans(text)
-    if spans is not None:
-        ranks = filter_ranks(ranks, spans)
+    is_listed = parse_rank_filter(text)
+    if is_listed is not None:
+        ranks = [rank for rank in ranks if is_listed(rank)]
     elif text:
         ranks = [rank for rank in ranks if make_row(rank).contains_text(text.lower())]
     key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
     if key == "rank":  # the ranks are in this order
         return ranks[::-1] if is_reversed else ranks
     column = SORTABLE_COLUMNS[key]
-    order = {rank: column.sort_key(make_row(rank)) for rank in ranks}
-    return sorted(ranks, key=order.__getitem__, reverse=is_reversed)
+    return sorted(ranks, key=lambda rank: column.sort_key(make_row(rank)), reverse=is_reversed)
 
 
-def parse_rank_spans(text: str) -> list[RankSpan] | None:
-    """Ranks as people write them, ``0, 4-7``; None for anything else.
+def parse_rank_filter(text: str) -> Callable[[int], bool] | None:
+    """Whether a rank is among those that people wrote as ``0, 4-7``; None for any other text.
 
-    >>> parse_rank_spans("0, 4-7"), parse_rank_spans("node1")
-    ([(0, 0), (4, 7)], None)
+    >>> is_listed = parse_rank_filter("0, 4-7")
+    >>> [rank for rank in range(9) if is_listed(rank)], parse_rank_filter("node1")
+    ([0, 4, 5, 6, 7], None)
     """
     joined = re.sub(r"^ranks?\b|\s*(-)\s*", r"\1", text.strip())
     parts = [part for part in re.split(r"[\s,]+", joined) if part]
     if not parts or not all(re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", part) for part in parts):
         return None
-    return [(int(part.partition("-")[0]), int(part.rpartition("-")[2])) for part in parts]
-
-
-def filter_ranks(ranks: Iterable[int], spans: Sequence[RankSpan] | None) -> list[int]:
-    """The ranks that are in one of the spans; all of them if ``spans`` is None."""
-    if spans is None:
-        return list(ranks)
-    return [rank for rank in ranks if any(first <= rank <= last for first, last in spans)]
+    spans = [(int(part.partition("-")[0]), int(part.rpartition("-")[2])) for part in parts]
+    return lambda rank: any(first <= rank <= last for first, last in spans)

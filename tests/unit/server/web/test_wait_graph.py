@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.web.wait_graph import build_graph, draw_graph
+from hangwatch.server.web.wait_graph import draw_graph
 from tests.unit.incident_documents import make_incident
 
 
@@ -18,17 +18,13 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
         seq=7,
         group={"name": "0", "desc": "", "ranks": []},
     )
-    assert [(len(c.ranks), c.is_culprit) for c in build_graph(many).classes] == [
-        (1, True),
-        (499, False),
-    ]
+    boxes = draw_graph(many, {}).boxes
+    assert [(len(box.ranks), box.is_culprit) for box in boxes] == [(1, True), (499, False)]
     cycle = [
         {"rank": 0, "for": 1, "group": "1", "seq": 6},
         {"rank": 1, "for": 0, "group": "2", "seq": 6},
     ]
     drawn = draw_graph(
-        build_graph(
-            make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle)
-        )
+        make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle), {}
     )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
