@@ -11,16 +11,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from hangwatch import __version__
 from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 
 from .alerting.alerter import Alerter
-from .core import limits
 from .core.clock import Clock
 from .core.problems import Problem
 from .http import (
@@ -87,7 +85,7 @@ def build_app(
         agent_worker=agent_worker,
         pages=rendering.PageRenderer(settings.path_prefix),
     )
-    mcp = mcp_endpoint.McpEndpoint(token)
+    mcp = mcp_endpoint.McpEndpoint()
     app = FastAPI(
         title="hangwatch",
         version=__version__,
@@ -113,12 +111,8 @@ def build_app(
     app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
-    # The middleware that is added last is the outermost: its headers are on rejections, too.
-    app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
-    app.add_middleware(limits.BodySizeLimit)
-    app.add_middleware(access.PathPrefixMiddleware, prefix=settings.path_prefix)
-    app.add_middleware(_SecurityHeadersMiddleware)
-    return heartbeats.HeartbeatFastPath(app, agent_endpoint, settings.path_prefix), state
+    gate = access.RequestGate(app, authenticator, settings.path_prefix)
+    return heartbeats.HeartbeatFastPath(gate, agent_endpoint, settings.path_prefix), state
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -208,18 +202,3 @@ async def show_docs(state: State, request: Request) -> Response:
         for method, operation in methods.items()
     ]
     return state.pages.render_page("docs.html", operations=operations)
-
-
-class _SecurityHeadersMiddleware:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in rendering.SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)

@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from .problems import Problem
 
 LARGE_RANKS = 4000  # reading so many ranks takes long
@@ -115,26 +113,6 @@ LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, 
 def is_large(ranks: int) -> bool:
     """Whether an attempt or a group has so many ranks that a thread reads them, less often."""
     return ranks >= LARGE_RANKS
-
-
-class BodySizeLimit:
-    """ASGI middleware that refuses request bodies larger than `BODY`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def receive_limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > BODY.maximum:
-                raise BODY.make_problem()
-            return message
-
-        await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)
 
 
 def read_resident_bytes() -> int:

@@ -31,7 +31,7 @@ from hangwatch.protocol import request_signing
 from ..core import limits
 from ..core.problems import Problem
 from .app_state import AppState
-from .rendering import STYLESHEET_PATH
+from .rendering import SECURITY_HEADERS, STYLESHEET_PATH
 
 COOKIE_NAME = "hangwatch"
 # A connection's scope has the user at its other end under this key, if that is on this machine.
@@ -87,7 +87,7 @@ class AgentGrant:
 
 
 class AccessRefusedError(Exception):
-    """The sender may not send this request. The argument is the response that says why."""
+    """The sender may not send this request. The argument is the response, with the reason."""
 
 
 class Authenticator:
@@ -189,64 +189,64 @@ def is_cross_site(
     if (fetch_site := headers.get("sec-fetch-site")) is not None:
         return fetch_site not in ("same-origin", "none")
     if (origin := headers.get("origin")) is not None:
-        return urlsplit(origin).netloc not in {
-            headers.get("host"),
-            urlsplit(public_url or "").netloc or None,
-        }
+        own_hosts = {headers.get("host"), urlsplit(public_url or "").netloc or None}
+        return origin.partition("://")[2] not in own_hosts
     return by_cookie
 
 
 @functools.lru_cache(maxsize=256)
 def is_local_name(host: str | None, own_name: str) -> bool:
-    """Whether a Host header means this machine, and is no foreign name for it (DNS rebinding)."""
-    name = urlsplit(f"//{host or ''}").hostname or ""
-    if name == own_name or name == "localhost" or name.endswith(".localhost"):
-        return True
+    """Whether a Host header names this machine itself. Any other name may be an attempt at DNS
+    rebinding.
+    """
     try:
+        name = urlsplit(f"//{host or ''}").hostname or ""
+        if name == own_name or name == "localhost" or name.endswith(".localhost"):
+            return True
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
 
 
-class AuthMiddleware:
-    """ASGI middleware that rejects requests that the authenticator does not accept."""
+class RequestGate:
+    """The ASGI application around that of the routes. It rejects requests that the authenticator
+    does not accept or that are larger than `limits.BODY`, and serves everything under ``prefix``,
+    also if the proxy has taken it off. Every response has the security headers.
+    """
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app, self._authenticator = app, authenticator
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] == "http":
-            refusal = self._authenticator.check_request(scope, Headers(scope=scope))
-        await (refusal or self._app)(scope, receive, send)
-
-
-class PathPrefixMiddleware:
-    """ASGI middleware that serves everything under a prefix, also if the proxy has taken it off."""
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app, self._prefix = app, prefix
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, prefix: str) -> None:
+        self._app, self._authenticator, self._prefix = app, authenticator, prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._prefix:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        path = scope["path"]
-        if path == self._prefix or not path.startswith(self._prefix + "/"):
-            path = self._prefix + (path.removeprefix(self._prefix) or "/")
+        prefix, path = self._prefix, scope["path"]
+        if prefix:
+            if path == prefix or not path.startswith(prefix + "/"):
+                path = prefix + (path.removeprefix(prefix) or "/")
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": prefix}
+        body_size = 0
 
-        async def send_with_prefix(message: Message) -> None:
+        async def receive_limited() -> Message:
+            nonlocal body_size
+            message = await receive()
+            body_size += len(message.get("body", b""))
+            if body_size > limits.BODY.maximum:
+                raise limits.BODY.make_problem()
+            return message
+
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
                 target = headers.get("location", "")
-                if target.startswith("/") and not target.startswith(self._prefix + "/"):
-                    headers["location"] = self._prefix + target
+                if target.startswith("/") and not target.startswith(prefix + "/"):
+                    headers["location"] = prefix + target
             await send(message)
 
-        await self._app(
-            {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
-            receive,
-            send_with_prefix,
-        )
+        refusal = self._authenticator.check_request(scope, Headers(scope=scope))
+        await (refusal or self._app)(scope, receive_limited, send_with_headers)
 
 
 def build_router(state: AppState) -> APIRouter:

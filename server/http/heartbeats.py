@@ -1,8 +1,8 @@
 """The requests of node agents: ``POST /api/v1/heartbeats`` reports, and all of it is validated before
 any of it is applied; ``POST /api/v1/commands`` waits for what they should do; ``GET /api/v1/proof``
-asks whether this server knows the token.
+proves that this server knows the token.
 
-`AgentEndpoint` answers them, whoever has read them. They bypass the application's middleware and
+`AgentEndpoint` answers them. They bypass the application's middleware and
 routing, which take longer than a heartbeat: `HeartbeatFastPath` passes on the requests that arrive here,
 and `AgentEndpoint.answer_frame` takes those that the process for node agents' connections has read.
 """
@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -96,8 +96,15 @@ class AgentEndpoint:
             raise Problem(403, "the token is another job's than that of the node agent")
         if shared.commands.waiting_count >= limits.WAITING_AGENTS.maximum:
             raise limits.WAITING_AGENTS.make_problem()
-        waiting = shared.commands.wait_for_commands(agent, POLL_S)
-        await _wait_while_connected(waiting, request.receive)
+        disconnected = asyncio.ensure_future(request.receive())
+        waiting = asyncio.ensure_future(shared.commands.wait_for_commands(agent, POLL_S))
+        try:
+            await asyncio.wait({disconnected, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if disconnected.done():  # the client would not get the commands
+                raise ClientDisconnect
+        finally:
+            disconnected.cancel()
+            waiting.cancel()
         commands = [codec.encode_message(c) for c in shared.commands.take_unsent(agent)]
         return AgentReply({"commands": commands}, grant)
 
@@ -218,50 +225,27 @@ class HeartbeatFastPath:
 def build_router(endpoint: AgentEndpoint) -> APIRouter:
     """The routes of node agents as ``/docs`` lists them. `HeartbeatFastPath` answers before them."""
     routes = APIRouter(tags=["agents"])
-    routes.add_api_route(
+    routes.post(
         HEARTBEAT_PATH,
-        endpoint.post_heartbeat,
-        methods=["POST"],
         summary="A node agent's report; the reply says what it should do next",
         openapi_extra=_describe_body({"$ref": "#/components/schemas/HeartbeatBody"}),
-    )
-    routes.add_api_route(
+    )(endpoint.post_heartbeat)
+    poll = {"type": "object", "required": ["agent"], "properties": {"agent": {"type": "string"}}}
+    routes.post(
         COMMANDS_PATH,
-        endpoint.post_poll,
-        methods=["POST"],
         summary="Waits for commands for a node agent",
-        openapi_extra=_describe_body(
-            {
-                "type": "object",
-                "required": ["agent"],
-                "properties": {"agent": {"type": "string"}},
-            }
-        ),
-    )
-    routes.add_api_route(
+        openapi_extra=_describe_body(poll),
+    )(endpoint.post_poll)
+    routes.get(
         PROOF_PATH,
-        endpoint.get_proof,
         response_model=dict[str, str],
         summary="Proves that the server knows the token, before an agent sends stacks to it",
-    )
+    )(endpoint.get_proof)
     return routes
 
 
 def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-async def _wait_while_connected(waiting: Coroutine[None, None, None], receive: Receive) -> None:
-    """Raises ClientDisconnect if the client has gone: it would not get the commands."""
-    disconnected = asyncio.ensure_future(receive())
-    awaited = asyncio.ensure_future(waiting)
-    try:
-        await asyncio.wait({disconnected, awaited}, return_when=asyncio.FIRST_COMPLETED)
-        if disconnected.done():
-            raise ClientDisconnect
-    finally:
-        disconnected.cancel()
-        awaited.cancel()
 
 
 def _parse_request_head(head: bytes) -> tuple[str, dict[str, str]]:

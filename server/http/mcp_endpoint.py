@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,19 +18,17 @@ from hangwatch.mcp.tools import TOOLS, ToolError
 from hangwatch.report.text import Document
 
 from ..core.problems import Problem
-from .access import PEER_UID
 
 PATH = "/mcp"
 _MAX_BODY_BYTES = 1 << 20
 
 
 class McpEndpoint:
-    """An ASGI application inside the one with the API's routes, which it calls as this server's own
-    user. ``token`` is the server's.
+    """An ASGI application inside the one with the API's routes, which it calls: a request that was
+    accepted here may call those.
     """
 
-    def __init__(self, token: str | None) -> None:
-        self._token = token
+    def __init__(self) -> None:
         self._started: asyncio.Future[Any] | None = None  # the session manager, once it runs
         self._task: asyncio.Task[None] | None = None
 
@@ -62,7 +59,7 @@ class McpEndpoint:
 
         # No request leaves a session behind, and each reply is one document.
         return StreamableHTTPSessionManager(
-            build_service(TOOLS, functools.partial(self._fetch, api)),
+            build_service(TOOLS, functools.partial(_fetch, api)),
             json_response=True,
             stateless=True,
             max_request_body_size=_MAX_BODY_BYTES,
@@ -78,17 +75,14 @@ class McpEndpoint:
             started.set_result(manager)
             await asyncio.Event().wait()
 
-    async def _fetch(self, api: ASGIApp, path: str, query: Mapping[str, object]) -> Document:
-        async def call_api(scope: Scope, receive: Receive, send: Send) -> None:
-            await api({**scope, PEER_UID: os.geteuid()}, receive, send)
 
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        transport = httpx.ASGITransport(call_api, raise_app_exceptions=False)
-        params = {name: str(value) for name, value in query.items() if value is not None}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            response = await client.get(f"/api/v1/{path}", params=params, headers=headers)
-        document: Document = response.json()
-        if not response.is_success:
-            detail = document.get("detail") or f"the API answers {response.status_code}"
-            raise ToolError(str(detail))
-        return document
+async def _fetch(api: ASGIApp, path: str, query: Mapping[str, object]) -> Document:
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    params = {name: str(value) for name, value in query.items() if value is not None}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        response = await client.get(f"/api/v1/{path}", params=params)
+    document: Document = response.json()
+    if not response.is_success:
+        detail = document.get("detail") or f"the API answers {response.status_code}"
+        raise ToolError(str(detail))
+    return document

@@ -46,7 +46,7 @@ def test_server_says_what_to_install() -> None:
         "headers": [],
         "app": never_called,
     }
-    endpoint = McpEndpoint(None)
+    endpoint = McpEndpoint()
     asyncio.run(endpoint(scope, receive, send))
     assert sent[0]["status"] == 501
     assert "pip install 'hangwatch[mcp]'" in json.loads(sent[1]["body"])["detail"]

@@ -63,6 +63,7 @@ def test_cross_site_request_is_refused() -> None:
         assert is_cross_site(sec_fetch_site=site) is expected
     assert is_cross_site(origin="http://evil.example")
     assert is_cross_site(origin="null")
+    assert is_cross_site(origin="http://[")
     assert not is_cross_site(origin="http://h:1", by_cookie=True)
     assert not is_cross_site(
         origin="https://watch.example", known="https://watch.example/x", by_cookie=True
@@ -89,6 +90,7 @@ def test_only_loopback_names_are_local() -> None:
         "localhost.evil.example",
         "127.0.0.1.evil.example",
         "[::2]",
+        "[::1",
     ):
         assert not access.is_local_name(bad, "own"), bad
 

@@ -132,6 +132,28 @@ def test_other_methods_are_refused(server: tuple[ASGIApp, AppState]) -> None:
     assert asyncio.run(send_request(app, "GET", heartbeat.PROOF_PATH)).json() == {}
 
 
+def test_every_response_has_the_security_headers(
+    server: tuple[ASGIApp, AppState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, _ = server
+
+    def fail(state: AppState) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(AppState, "list_down_parts", fail)
+
+    async def get_page(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path)
+
+    for path, status in (("/login", 200), ("/api/v1/jobs", 401), ("/healthz", 500)):
+        response = asyncio.run(get_page(path))
+        assert response.status_code == status
+        assert "default-src 'self'" in response.headers["content-security-policy"], path
+        assert response.headers["cache-control"] == "no-store"
+
+
 def test_gzip_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
     monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, maximum=1000))
