@@ -7,6 +7,7 @@ malicious: nothing is unpacked to disk, and all sizes are limited.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
 import json
@@ -15,7 +16,6 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -211,7 +211,10 @@ def read_evidence(
         for file in sorted(path.rglob("*")):
             if file.is_file() and (file.suffix == ".zip" or _RANK_SUFFIX.search(file.name)):
                 files.append(file)
-    with _pause_gc():
+    with contextlib.ExitStack() as cleanup:
+        if gc.isenabled():  # It would repeatedly scan millions of objects in use.
+            gc.disable()
+            cleanup.callback(gc.enable)
         for at, path in enumerate(files):
             if len(files) >= _MIN_PROGRESS_FILES and at % _PROGRESS_STEP == 0:
                 progress(f"hangwatch: reading files: {at} of {len(files)}")
@@ -240,18 +243,6 @@ def read_evidence(
         )
         raise FileError("\n".join(evidence.unusable[:_MAX_UNUSABLE_SHOWN]) or nothing)
     return evidence
-
-
-@contextmanager
-def _pause_gc() -> Iterator[None]:
-    """Stops the garbage collector, which would repeatedly scan millions of objects in use."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _read_file(path: Path) -> Bundle | FlightDump:
