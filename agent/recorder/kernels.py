@@ -34,13 +34,12 @@ _registry: KernelRegistry | None = None
 def set_recorder(recorder: Recorder | None) -> None:
     """Directs the kernels of this process to ``recorder``, after registering them if necessary."""
     use_recorder(recorder)
-    clear_call_caches()
     if recorder is None:
+        clear_call_caches()
         return
+    recorder.clear_caches()
     if recorder.groups.streams:  # calls that were made since it was detached are lost
         recorder.groups.mark_incomplete(LossReason.LATE)
-    if recorder.native is not None:
-        recorder.native.clear_plans()
     register_operators()
     if recorder.native is not None:
         recorder.native.start_recording()

@@ -49,7 +49,7 @@ _UINT32_MASK = 0xFFFFFFFF
 _RETRACTED_FLAGS = RecordFlag.RAISED | RecordFlag.RETRACTED
 _pack_record = RECORD_PACKED_STRUCT.pack_into
 _RECORDS_OFFSET = RECORDS.offset
-_RECORD_SIZE = RECORDS.slot_size
+_RECORD_SIZE = RECORDS.slot.size
 # The name under which a frame holds a Work; no local variable has it.
 FRAME_KEY = "<Work watched by hangwatch>"
 

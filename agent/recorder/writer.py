@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring import layout
-from hangwatch.ring.layout import RECORD_SLOTS, STREAM_STRUCT, LiveWord, Note, Table
+from hangwatch.ring.layout import RECORD_SLOTS, STREAMS, TEXT_OFFSET, LiveWord, Table
 from hangwatch.ring.parts import DONE_NS, DeviceEntry
 
 # An interned entry is written again once this many newer ones exist. Until then, no record in the
@@ -24,9 +24,9 @@ _HEAP_UNIT = 64  # bytes: descriptions of about the same length can take each ot
 _ALLOCATION_BYTES = 1 << 16  # the amount by which a table or the heap grows
 # The ring in words of 8 bytes: where the tables begin, and the sizes of their slots.
 _RECORDS_WORD = layout.RECORDS.offset // 8
-_RECORD_WORDS = layout.RECORDS.slot_size // 8
-_STREAMS_WORD = layout.STREAMS.offset // 8
-_STREAM_WORDS = layout.STREAMS.slot_size // 8
+_RECORD_WORDS = layout.RECORDS.slot.size // 8
+_STREAMS_WORD = STREAMS.offset // 8
+_STREAM_WORDS = STREAMS.slot.size // 8
 _LOSSES_WORD = layout.LOSSES.offset // 8
 _FLAGS_OFFSET = 72  # the flags' offset in a record, in bytes
 
@@ -78,7 +78,7 @@ class RingWriter:
         # The offsets of spans of the heap that closed streams no longer use, by size.
         self._free_spans: dict[int, list[int]] = {}
         # The ends of the allocated parts of the tables that grow.
-        growing_tables = layout.LOSSES, layout.STREAMS, layout.HEAP
+        growing_tables = layout.LOSSES, STREAMS, layout.HEAP
         initial_ends = (end for _, end in layout.INITIAL_PARTS)
         self._allocated_ends = dict(zip(growing_tables, initial_ends, strict=True))
         positions: list[int] = []
@@ -100,9 +100,9 @@ class RingWriter:
     def write_identity(self, data: Mapping[str, Any]) -> None:
         self.write_note(layout.IDENTITY, data)
 
-    def write_note(self, note: Note, data: Mapping[str, Any]) -> None:
+    def write_note(self, note: Table, data: Mapping[str, Any]) -> None:
         """Writes a note. If there is no room for it, texts are cut, and lists are left out."""
-        max_length = note.size - layout.NOTE_STRUCT.size
+        max_length = note.slot.size - TEXT_OFFSET
         raw = _encode_json(data)
         if len(raw) > max_length:
             short: dict[str, Any] = {}
@@ -111,30 +111,31 @@ class RingWriter:
                     short[name] = value[:200]
                 elif not isinstance(value, list):
                     short[name] = value
-            raw = _encode_json(short)[:max_length]
-        self._write_locked(note.offset, len(raw).to_bytes(4, "little") + raw)
+            raw = _encode_json(short)
+        self._write_locked(note, 0, len(raw), raw)
 
     def write_device_entry(self, slot: int, entry: DeviceEntry) -> None:
         """Writes how far the device has come in one group; ``slot`` is one of `layout.DEVICES`."""
         records_starts = entry.started is not None
         started = entry.started if entry.started is not None else -1
-        content = layout.DEVICE_STRUCT.pack(
-            0, entry.uid, records_starts, entry.enqueued, started, entry.completed, entry.read_ns
+        counters = entry.enqueued, started, entry.completed
+        self._write_locked(
+            layout.DEVICES, slot, entry.uid, records_starts, *counters, entry.read_ns
         )
-        self._write_locked(layout.DEVICES.locate_slot(slot), content[8:])
 
-    def _write_locked(self, offset: int, content: bytes) -> None:
-        """Writes the part of the header that follows the lock at this offset."""
+    def _write_locked(self, table: Table, index: int, *values: Any) -> None:
+        """Writes a slot that begins with a lock."""
+        at = table.locate_slot(index)
         # If two threads write it at the same time, the lock is even after both nevertheless.
-        lock = self._words[offset >> 3] | 1
-        self._words[offset >> 3] = lock
-        self.map[offset + 8 : offset + 8 + len(content)] = content
-        self._words[offset >> 3] = lock + 1
+        lock = self._words[at >> 3] | 1
+        self._words[at >> 3] = lock
+        table.slot.pack_into(self.map, at, lock, *values)
+        self._words[at >> 3] = lock + 1
 
     def intern_signature(self, data: Mapping[str, Any]) -> int:
         """Interns a signature; its number is valid for `SIGNATURE_LIFETIME_ENTRIES` further ones."""
         raw = _encode_json(data)
-        if len(raw) > layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size:
+        if len(raw) > layout.SIGNATURES.slot.size - TEXT_OFFSET:
             short = {
                 name: value for name, value in data.items() if name not in ("splits", "detail")
             }
@@ -153,12 +154,9 @@ class RingWriter:
     def _write_interned(self, table: Table, lifetime: int, number: int, raw: bytes) -> None:
         if number % (lifetime // 2) == 0:
             self._rollover_callback()
-        raw = raw[: layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size]
         at = table.locate_slot(number)
         self._words[at >> 3] = 0
-        layout.INTERNED_STRUCT.pack_into(self.map, at, 0, len(raw))
-        start = at + layout.INTERNED_STRUCT.size
-        self.map[start : start + len(raw)] = raw
+        table.slot.pack_into(self.map, at, 0, len(raw), raw)
         self._words[at >> 3] = number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
@@ -192,7 +190,7 @@ class RingWriter:
         start = layout.HEAP.offset + offset
         self.map[start : start + len(raw)] = raw
         self._words[self.get_loss_word(slot)] = 0
-        STREAM_STRUCT.pack_into(self.map, slot << 3, 0, 0, 0, 0, 0, uid, len(raw), offset)
+        STREAMS.slot.pack_into(self.map, slot << 3, 0, 0, 0, 0, 0, uid, len(raw), offset)
         self.set_word(LiveWord.OPENED, max(uid, self.get_word(LiveWord.OPENED)))
         return slot
 
@@ -205,7 +203,7 @@ class RingWriter:
                 f"more than {layout.STREAM_SLOTS} process groups and channels at a time"
             )
         self._allocate(layout.LOSSES, number + 1)
-        self._allocate(layout.STREAMS, number + 1)
+        self._allocate(STREAMS, number + 1)
         slot = _STREAMS_WORD + number * _STREAM_WORDS
         self._used_slots.append(slot)
         # The number is written again if another thread took a slot meanwhile, and so a greater one.
@@ -234,7 +232,7 @@ class RingWriter:
 
         Two threads may do so at the same time, which allocates the same blocks twice.
         """
-        end = table.offset + slot_count * table.slot_size
+        end = table.offset + slot_count * table.slot.size
         allocated_end = self._allocated_ends[table]
         if end <= allocated_end:
             return
@@ -251,8 +249,8 @@ class RingWriter:
 
     def close_stream(self, slot: int) -> None:
         """Allows other streams to take the slot and the room of the description."""
-        *_, length, offset = STREAM_STRUCT.unpack_from(self.map, slot << 3)
-        STREAM_STRUCT.pack_into(self.map, slot << 3, *([0] * 8))
+        *_, length, offset = STREAMS.slot.unpack_from(self.map, slot << 3)
+        STREAMS.slot.pack_into(self.map, slot << 3, *([0] * 8))
         self._free_slots.append(slot)
         self._free_spans.setdefault(_measure_span(length), []).append(offset)
 

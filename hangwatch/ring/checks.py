@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hangwatch.model.calls import Call
 
-from .layout import CHECK_STRUCT, CheckFlag
+from .layout import CheckFlag
 
 if TYPE_CHECKING:
     from .reader import RingReader  # the recorder, which writes entries, does not load it
@@ -57,7 +57,7 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
             # The writer is a full round or more ahead: its oldest entry is in the next slot.
             from_index = max(from_index + 1, stamp - table.count)
             continue
-        values = reader.read_stamped(table, CHECK_STRUCT, from_index)
+        values = reader.read_stamped(table, from_index)
         if values is None:  # The entry is not written yet, or only in part.
             break
         entries.append(CheckEntry(*values[1:18]))

@@ -21,7 +21,7 @@ Header (HEADER_SIZE = 16384 bytes)::
     8192  faults: the same format (2000 bytes in all): hangwatch's own errors in this process
    10240  device table, up to the end of the header
 
-Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll::
+Stream table (56 bytes per slot), as of the recorder's last poll::
 
     u64 completed (UNKNOWN_COMPLETED: not observable)
     u64 pending_ns: when the oldest unfinished call was entered; 0 if that is the newest call
@@ -37,9 +37,8 @@ Loss table (a u64 for each slot of the stream table), at the offset in LiveWord.
 The writer sets it before it writes a further record of the stream, and a reader reads it after the
 stream's position and newest record.
 
-Device table (DEVICE_STRUCT.size bytes per slot, 128 slots): how far the device has come in
-the collectives of a stream's group, by the counters that the backend keeps (see
-`hangwatch.model.verdicts`). Slots are used in order; unused ones are zero::
+Device table (48 bytes per slot, 128 slots): how far the device has come in the collectives of a
+stream's group, by the counters that the backend keeps (see `hangwatch.model.verdicts`). Slots are used in order; unused ones are zero::
 
     u64 lock
     u32 stream uid, u32 1 if the backend records starts, else 0
@@ -48,7 +47,7 @@ the collectives of a stream's group, by the counters that the backend keeps (see
 
 Records written since the last poll, from index LiveWord.RECORDS on, are newer than this table.
 
-Record table (RECORD_STRUCT.size bytes per slot), record n in slot n % count::
+Record table (88 bytes per slot), record n in slot n % count::
 
     u64 index + 1, entered_ns, done_ns (0: not seen), seq, chain
     u64 completed (of the stream, when the record was written), size in bytes
@@ -59,14 +58,14 @@ Record table (RECORD_STRUCT.size bytes per slot), record n in slot n % count::
 A record is written from front to back: it is whole if both copies of index + 1 are equal, and still
 are after it was read.
 
-Signature and site tables (INTERNED_SIZE bytes per slot), entry n (from 1) in slot n % count::
+Signature and site tables (384 bytes per slot), entry n (from 1) in slot n % count::
 
     u64 n (0 while it is written), u32 length, JSON
 
 Heap: JSON descriptions. The room of a stream that was closed is used again.
 
-Check table (CHECK_STRUCT.size bytes per slot), entry n in slot n % count; it follows the heap and
-exists only with HANGWATCH_CHECKS::
+Check table (128 bytes per slot), entry n in slot n % count; it follows the heap and exists only
+with HANGWATCH_CHECKS::
 
     u64 index + 1, the call's entered_ns, seq and chain, CRC-32 of its result
     u64 NaN count, Inf count, first seq of the run of non-finite calls
@@ -87,31 +86,23 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Slots of equal size. The heap is a table of bytes."""
+    """Slots of one format. The heap is a table of bytes; a note of the header has one slot."""
 
     offset: int
     count: int
-    slot_size: int
+    slot: struct.Struct
 
     @property
     def end(self) -> int:
-        return self.offset + self.count * self.slot_size
+        return self.offset + self.count * self.slot.size
 
     def locate_slot(self, index: int) -> int:
         """The offset of the slot of entry ``index``, which may hold an older or a newer one."""
-        return self.offset + index % self.count * self.slot_size
-
-
-class Note(NamedTuple):
-    """A part of the header with a lock and JSON."""
-
-    offset: int
-    size: int
+        return self.offset + index % self.count * self.slot.size
 
 
 MAGIC = b"HANGWTCH"
@@ -119,34 +110,29 @@ LAYOUT_VERSION = 1
 HEADER_SIZE = 16384
 TABLES_STRUCT = struct.Struct("<8s2I11Q2IQ")  # the header's first 120 bytes
 LIVE_OFFSET = 128
-IDENTITY = Note(1024, 5000)
-EXCEPTION = Note(6144, 2000)
-FAULTS = Note(8192, 2000)
-NOTE_STRUCT = struct.Struct("<QI")
-DEVICE_STRUCT = struct.Struct("<Q2I3qQ")
-STREAM_STRUCT = struct.Struct("<5Q2IQ")
-RECORD_STRUCT = struct.Struct("<7Q5I2iI")
 # A record's part from size to tag, for writers that pack it in advance.
 RECORD_BODY_STRUCT = struct.Struct("<Q5I2i")
 # A whole record whose part from size to tag is already packed.
 RECORD_PACKED_STRUCT = struct.Struct(f"<6Q{RECORD_BODY_STRUCT.size}sI")
-CHECK_STRUCT = struct.Struct("<8Q4d8I")
-LOSS_STRUCT = struct.Struct("<Q")
 LOSS_SEQ_BITS = 56
-INTERNED_STRUCT = struct.Struct("<QI")
-INTERNED_SIZE = 384
 UNKNOWN_COMPLETED = (1 << 64) - 1
 
 STREAM_SLOTS, RECORD_SLOTS, CHECK_SLOTS = 8192, 2048, 1024
 HEAP_SIZE = 1 << 22
-DEVICES = Table(10240, 128, DEVICE_STRUCT.size)
-LOSSES = Table(HEADER_SIZE, STREAM_SLOTS, LOSS_STRUCT.size)
-STREAMS = Table(LOSSES.end, STREAM_SLOTS, STREAM_STRUCT.size)
-RECORDS = Table(STREAMS.end, RECORD_SLOTS, RECORD_STRUCT.size)
-SIGNATURES = Table(RECORDS.end, 3072, INTERNED_SIZE)
-SITES = Table(SIGNATURES.end, 1024, INTERNED_SIZE)
-HEAP = Table(SITES.end, HEAP_SIZE, 1)
-CHECKS = Table(HEAP.end, CHECK_SLOTS, CHECK_STRUCT.size)  # the last part, and not in every file
+TEXT_OFFSET = 12  # of the JSON in a note or an interned entry
+_NOTE_STRUCT = struct.Struct(f"<QI{2000 - TEXT_OFFSET}s")
+_INTERNED_STRUCT = struct.Struct(f"<QI{384 - TEXT_OFFSET}s")
+IDENTITY = Table(1024, 1, struct.Struct(f"<QI{5000 - TEXT_OFFSET}s"))
+EXCEPTION = Table(6144, 1, _NOTE_STRUCT)
+FAULTS = Table(8192, 1, _NOTE_STRUCT)
+DEVICES = Table(10240, 128, struct.Struct("<Q2I3qQ"))
+LOSSES = Table(HEADER_SIZE, STREAM_SLOTS, struct.Struct("<Q"))
+STREAMS = Table(LOSSES.end, STREAM_SLOTS, struct.Struct("<5Q2IQ"))
+RECORDS = Table(STREAMS.end, RECORD_SLOTS, struct.Struct("<7Q5I2iI"))
+SIGNATURES = Table(RECORDS.end, 3072, _INTERNED_STRUCT)
+SITES = Table(SIGNATURES.end, 1024, _INTERNED_STRUCT)
+HEAP = Table(SITES.end, HEAP_SIZE, struct.Struct("B"))
+CHECKS = Table(HEAP.end, CHECK_SLOTS, struct.Struct("<8Q4d8I"))  # last, and not in every file
 HEADER_TABLES = (STREAMS, RECORDS, SIGNATURES, SITES, HEAP)  # in the order of the header
 MAX_FILE_BYTES = 64 << 20
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import json
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,13 @@ from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
 from hangwatch.model.groups import DeviceCounters, Group, pack_ranks, unpack_ranks
 
 from . import layout
-from .layout import HEADER_SIZE, RECORD_STRUCT, LiveWord, Note, RingError, Table
+from .layout import HEADER_SIZE, LiveWord, RingError, Table
 
 # A part that keeps changing is read at most this many times.
 READ_ATTEMPTS = 8
 
 JsonObject = dict[str, Any]
-Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
+Record = tuple[int, ...]  # unpacked with the format of `layout.RECORDS`
 # Indices of the fields of a record.
 STAMP, ENTERED_NS, DONE_NS, SEQ, CHAIN, COMPLETED = range(6)
 UID, SIGNATURE, THREAD, FLAGS = 7, 8, 10, 11
@@ -58,7 +57,7 @@ class RingParts:
         """``data`` is bytes-like, and can be sliced. Raises RingError if its header is invalid."""
         self.data = data
         # The lock of each note when it was last read, and its content.
-        self._known_notes: dict[Note, tuple[int, JsonObject]] = {}
+        self._known_notes: dict[Table, tuple[int, JsonObject]] = {}
         size = len(data)
         if size < HEADER_SIZE:
             raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
@@ -77,17 +76,17 @@ class RingParts:
         positions += [self.read_live_word(LiveWord.LOSSES), positions[1]]
         tables: list[Table] = []
         for known in (*layout.HEADER_TABLES, layout.LOSSES):
-            table = Table(positions.pop(0), positions.pop(0), known.slot_size)
+            table = Table(positions.pop(0), positions.pop(0), known.slot)
             if table.offset < HEADER_SIZE or table.count < 1 or table.end > file_size:
                 raise RingError(
-                    f"corrupt: a table of {table.count} x {table.slot_size} bytes at"
+                    f"corrupt: a table of {table.count} x {table.slot.size} bytes at"
                     f" {table.offset} lies outside the file"
                 )
             tables.append(table)
         self.streams, self.records, self.signatures, self.sites, self.heap, self.losses = tables
         # The check table is behind the heap; without checks it has no entries.
-        check_count = (file_size - self.heap.end) // layout.CHECKS.slot_size
-        self.checks = Table(self.heap.end, check_count, layout.CHECKS.slot_size)
+        check_count = (file_size - self.heap.end) // layout.CHECKS.slot.size
+        self.checks = Table(self.heap.end, check_count, layout.CHECKS.slot)
 
     def read_live_words(self) -> tuple[int, ...]:
         """All live words, by their index. Each is from a moment of its own."""
@@ -96,18 +95,16 @@ class RingParts:
     def read_live_word(self, word: LiveWord) -> int:
         return self._read_word(layout.LIVE_OFFSET + 8 * word)
 
-    def read_note(self, note: Note) -> JsonObject | None:
+    def read_note(self, note: Table) -> JsonObject | None:
         """The content of a note; None if it is absent or unreadable."""
         known_lock, known_content = self._known_notes.get(note, (0, None))
         if self._read_word(note.offset) == known_lock:  # it is 0 as long as the note is absent
             return known_content
-        raw = self._read_locked(note.offset, note.size)
-        if raw is None:
+        values = self._read_locked(note, 0)
+        if values is None:
             return None
-        lock, length = layout.NOTE_STRUCT.unpack_from(raw)
-        if length > note.size - layout.NOTE_STRUCT.size:
-            return None
-        content = parse_object(raw[layout.NOTE_STRUCT.size : layout.NOTE_STRUCT.size + length])
+        lock, length, text = values
+        content = parse_object(text[:length])
         if content is not None:
             self._known_notes[note] = lock, content
         return content
@@ -116,14 +113,12 @@ class RingParts:
         """The entries in the order of their creation, without those that are being written."""
         entries: list[DeviceEntry] = []
         for slot in range(layout.DEVICES.count):
-            offset = layout.DEVICES.locate_slot(slot)
-            if not self._read_word(offset):  # slots are used in order
-                break
-            raw = self._read_locked(offset, layout.DEVICES.slot_size)
-            if raw is None:
+            values = self._read_locked(layout.DEVICES, slot)
+            if values is None:
                 continue
-            values = layout.DEVICE_STRUCT.unpack(raw)
-            _, uid, records_starts, enqueued, started, completed, read_ns = values
+            lock, uid, records_starts, enqueued, started, completed, read_ns = values
+            if not lock:  # slots are used in order
+                break
             entry = DeviceEntry(
                 uid=uid,
                 enqueued=enqueued,
@@ -134,13 +129,14 @@ class RingParts:
             entries.append(entry)
         return tuple(entries)
 
-    def _read_locked(self, offset: int, size: int) -> bytes | None:
-        """A part that begins with its lock; None while it is being written."""
+    def _read_locked(self, table: Table, index: int) -> tuple[Any, ...] | None:
+        """A slot that begins with its lock; None while it is being written."""
+        offset = table.locate_slot(index)
         for _ in range(READ_ATTEMPTS):
-            raw = self._copy_bytes(offset, size)
-            is_being_written = raw[0] % 2
-            if not is_being_written and self._copy_bytes(offset, size) == raw:
-                return raw
+            values = table.slot.unpack_from(self.data, offset)
+            is_being_written = values[0] % 2
+            if not is_being_written and table.slot.unpack_from(self.data, offset) == values:
+                return values
         return None
 
     def count_records(self) -> int:
@@ -158,11 +154,9 @@ class RingParts:
         """Index + 1 of the record, or the entry of the check table, in the slot of ``index``."""
         return self._read_word(table.locate_slot(index))
 
-    def read_stamped(
-        self, table: Table, entry_struct: struct.Struct, index: int
-    ) -> tuple[Any, ...] | None:
+    def read_stamped(self, table: Table, index: int) -> tuple[Any, ...] | None:
         """A record or a check entry; None while it is being written and once it is overwritten."""
-        values = entry_struct.unpack_from(self.data, table.locate_slot(index))
+        values = table.slot.unpack_from(self.data, table.locate_slot(index))
         stamp = index + 1
         if values[0] != stamp or values[-1] != stamp & 0xFFFFFFFF:
             return None
@@ -171,24 +165,24 @@ class RingParts:
 
     def read_record(self, index: int) -> Record | None:
         """One record; None while it is being written and after it was overwritten."""
-        return self.read_stamped(self.records, RECORD_STRUCT, index)
+        return self.read_stamped(self.records, index)
 
     def read_records(self, first: int, end: int) -> list[Record]:
         """The records from ``first`` up to ``end`` that are whole and still in the ring, oldest
         first. They are copied at once: one by one, they take several times as long.
         """
-        first = max(first, end - self.records.count)
+        table = self.records
+        first = max(first, end - table.count)
         records: list[Record] = []
         while first < end:
-            slot = first % self.records.count
-            count = min(end - first, self.records.count - slot)
-            offset = self.records.locate_slot(slot)
-            size = count * RECORD_STRUCT.size
+            count = min(end - first, table.count - first % table.count)
+            offset = table.locate_slot(first)
+            size = count * table.slot.size
             raw = self._copy_bytes(offset, size)
             if self._copy_bytes(offset, size) == raw:
                 records += [
                     record
-                    for stamp, record in enumerate(RECORD_STRUCT.iter_unpack(raw), first + 1)
+                    for stamp, record in enumerate(table.slot.iter_unpack(raw), first + 1)
                     if record[0] == stamp and record[-1] == stamp & 0xFFFFFFFF
                 ]
             else:  # written meanwhile
@@ -199,12 +193,11 @@ class RingParts:
     def read_interned(self, table: Table, number: int) -> JsonObject | None:
         """An entry of the signature or site table; None if it was overwritten."""
         offset = table.locate_slot(number)
-        slot_number, length = layout.INTERNED_STRUCT.unpack_from(self.data, offset)
-        if slot_number != number or length > layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size:
-            return None
-        raw = self._copy_bytes(offset + layout.INTERNED_STRUCT.size, length)
+        slot_number, length, text = table.slot.unpack_from(self.data, offset)
         # Read the number again: the slot may have been reused meanwhile.
-        return parse_object(raw) if self._read_word(offset) == number else None
+        if slot_number != number or self._read_word(offset) != number:
+            return None
+        return parse_object(text[:length])
 
     def _read_word(self, offset: int) -> int:
         return int.from_bytes(self.data[offset : offset + 8], "little")

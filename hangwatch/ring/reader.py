@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, decode_signature
 
 from . import layout, parts
-from .layout import STREAM_STRUCT, DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
+from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
 
 # A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
-_CHUNK_SLOT_BYTES = _CHUNK_SLOTS * STREAM_STRUCT.size
-_CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSS_STRUCT.size
+_CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAMS.slot.size
+_CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSSES.slot.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
 _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
@@ -232,8 +232,8 @@ class RingReader(parts.RingParts):
             if not record[FLAGS] & RecordFlag.RETRACTED
         }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
-        slots = self._copy_bytes(self.streams.offset, slot_count * STREAM_STRUCT.size)
-        losses = self._copy_bytes(self.losses.offset, slot_count * layout.LOSS_STRUCT.size)
+        slots = self._copy_bytes(self.streams.offset, slot_count * self.streams.slot.size)
+        losses = self._copy_bytes(self.losses.offset, slot_count * self.losses.slot.size)
         chunk_count = -(-slot_count // _CHUNK_SLOTS)
         self._chunks += [_Chunk() for _ in range(chunk_count - len(self._chunks))]
         called = {self._chunks_by_uid.get(uid) for uid in newest_records}
@@ -274,16 +274,17 @@ class RingReader(parts.RingParts):
         self, slot: int, newest_records: dict[int, Record], now_ns: int
     ) -> StreamState | None:
         """The stream in a slot, if any. Raises RingError if it is invalid or keeps changing."""
+        unpack_stream = self.streams.slot.unpack_from
         offset = self.streams.locate_slot(slot)
         loss_offset = self.losses.locate_slot(slot)
         for _ in range(parts.READ_ATTEMPTS):
-            values = STREAM_STRUCT.unpack_from(self.data, offset)
+            values = unpack_stream(self.data, offset)
             completed, pending_ns, entered, chain, entered_ns, uid, length, heap_offset = values
             if not uid:
                 return None
             description = self._find_description(slot, uid, heap_offset, length)
-            from_seq, reason = unpack_loss(*layout.LOSS_STRUCT.unpack_from(self.data, loss_offset))
-            if STREAM_STRUCT.unpack_from(self.data, offset) == values:
+            from_seq, reason = unpack_loss(self._read_word(loss_offset))
+            if unpack_stream(self.data, offset) == values:
                 break
         else:
             raise RingError("the stream keeps changing")

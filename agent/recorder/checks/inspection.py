@@ -31,14 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring.checks import CheckEntry
-from hangwatch.ring.layout import (
-    CHECK_STRUCT,
-    CHECKS,
-    RECORD_STRUCT,
-    RECORDS,
-    CheckFlag,
-    RecordFlag,
-)
+from hangwatch.ring.layout import CHECKS, RECORDS, CheckFlag, RecordFlag
 from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
@@ -359,7 +352,7 @@ class CheckTableWriter:
 
     def read_call(self, call: EnteredCall) -> CheckedCall:
         """Reads the record of a call that was just entered, and so still exists."""
-        record = RECORD_STRUCT.unpack_from(self._ring.map, RECORDS.locate_slot(call[2]))
+        record = RECORDS.slot.unpack_from(self._ring.map, RECORDS.locate_slot(call[2]))
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
         return CheckedCall(entered_ns, seq, chain, size, uid, signature, site, flags)
 
@@ -383,4 +376,4 @@ class CheckTableWriter:
         )  # fmt: skip
         stamp = index + 1
         offset = CHECKS.locate_slot(index)
-        CHECK_STRUCT.pack_into(self._ring.map, offset, stamp, *entry, 0, stamp & 0xFFFFFFFF)
+        CHECKS.slot.pack_into(self._ring.map, offset, stamp, *entry, 0, stamp & 0xFFFFFFFF)

@@ -12,7 +12,7 @@ import pytest
 
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder, leave_call
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.layout import STREAM_STRUCT, RecordFlag
+from hangwatch.ring.layout import STREAMS, RecordFlag
 from hangwatch.ring.reader import RingReader
 
 
@@ -36,7 +36,7 @@ class WatchedStream:
 
     def read_published(self) -> tuple[int, int]:
         """How many calls are entered and complete, by what the poll wrote into the ring."""
-        completed, _, entered, *_ = STREAM_STRUCT.unpack_from(self.ring.map, self.stream.slot << 3)
+        completed, _, entered, *_ = STREAMS.slot.unpack_from(self.ring.map, self.stream.slot << 3)
         return entered, completed
 
     def read_shared(self) -> dict[int, int]:

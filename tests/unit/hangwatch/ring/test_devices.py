@@ -34,7 +34,7 @@ def make_entry(uid: int, *, enqueued: int = 6, started: int | None = 5) -> Devic
 
 def test_table_fills_free_space_of_header() -> None:
     """So that readers of an older version ignore it."""
-    assert FAULTS.offset + FAULTS.size <= DEVICES.offset
+    assert FAULTS.end <= DEVICES.offset
     assert DEVICES.end <= HEADER_SIZE
 
 
@@ -88,5 +88,5 @@ def test_note_without_room_is_cut_and_leaves_the_next_one_alone(ring: RingWriter
     ring.write_note(EXCEPTION, dict.fromkeys("abcd", "\N{FIRE}" * 300))
     assert RingParts(ring.map).read_note(EXCEPTION) is None
     assert RingParts(ring.map).read_note(FAULTS) == {"lines": ["kept"]}
-    assert EXCEPTION.offset + EXCEPTION.size <= FAULTS.offset
-    assert IDENTITY.offset + IDENTITY.size <= EXCEPTION.offset
+    assert EXCEPTION.end <= FAULTS.offset
+    assert IDENTITY.end <= EXCEPTION.offset

@@ -17,7 +17,6 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import (
     RECORD_SLOTS,
-    RECORD_STRUCT,
     RECORDS,
     UNKNOWN_COMPLETED,
     CheckFlag,
@@ -78,7 +77,7 @@ class TimedRing:
             0,
             index + 1,
         )
-        RECORD_STRUCT.pack_into(self.writer.map, RECORDS.locate_slot(index), *values)
+        RECORDS.slot.pack_into(self.writer.map, RECORDS.locate_slot(index), *values)
 
     def list_durations_ms(self, now_ms: int = 10_000) -> list[float | None]:
         trace = read_trace(self.reader, 0, now_ms * NS_PER_MS, is_last=True)
