@@ -36,7 +36,7 @@ class SharedState:
         self.commands = CommandQueue(clock=clock)  # what node agents should do
         self.dumps = DumpRegistry(clock=clock, command_queue=self.commands)
         self.recordings = RecordingRegistry(clock=clock, command_queue=self.commands)
-        self.traces = TraceRegistry(clock=clock)
+        self.traces = TraceRegistry(clock=clock, command_queue=self.commands)
         self.events = EventLog(run_id=ulid(clock.wall()))  # what API clients and pages follow
         self.load = Load()
         self.counters = Counters()
@@ -44,11 +44,16 @@ class SharedState:
         # A heartbeat that may change a verdict arrived since the last round of the diagnosis.
         self.has_changes = asyncio.Event()
 
+    def now(self) -> float:
+        """Seconds on the monotonic clock."""
+        return self.clock.monotonic()
+
     def awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether some culprit's stack was requested and has not arrived."""
-        known = {rank for entry in record.incident.stacks for rank in entry.ranks}
-        ranks = attempt.processes.keys() & set(record.incident.culprits) - known
-        processes = (attempt.processes[rank] for rank in ranks)
+        ranks_with_stack = {rank for entry in record.incident.stacks for rank in entry.ranks}
         return any(
-            process.is_alive and self.commands.awaits_stacks(process) for process in processes
+            process.rank not in ranks_with_stack
+            and process.is_alive
+            and self.commands.awaits_stacks(process)
+            for process in attempt.find_processes(record.incident.culprits)
         )

@@ -88,6 +88,15 @@ class Verdict:
         if self.severity is _OF_KIND:
             object.__setattr__(self, "severity", KINDS[self.kind].severity)
 
+    @property
+    def is_alert(self) -> bool:
+        return self.severity is Severity.ALERT
+
+    @property
+    def involved_ranks(self) -> tuple[int, ...]:
+        """The culprits, then the ranks that wait."""
+        return (*self.culprits, *self.waiting)
+
     def list_fields(self) -> dict[str, Any]:
         """The fields of the verdict, also of one that is an incident."""
         return {field.name: getattr(self, field.name) for field in fields(Verdict)}
@@ -99,6 +108,16 @@ class DeviceProgress(DeviceCounters):
 
     read_at: float  # when the counters were read, in seconds on the server's monotonic clock
     source: str = "flight recorder"
+
+    def list_counters(self, now: float) -> dict[str, Any]:
+        """The counters and their source, with their age at time ``now``."""
+        return {
+            "enqueued": self.enqueued,
+            "started": self.started,
+            "completed": self.completed,
+            "source": self.source,
+            "age_s": round(max(0.0, now - self.read_at), 3),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

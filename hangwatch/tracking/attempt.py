@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -179,6 +179,12 @@ class Attempt:
                     unreported.append(rank)
         self._all_reported_since = oldest_at
         return unreported
+
+    def find_processes(self, ranks: Iterable[int]) -> Iterator[Process]:
+        """The processes of those of the ranks that are known, in the same order."""
+        for rank in ranks:
+            if (process := self.processes.get(rank)) is not None:
+                yield process
 
     def has_group(self, identity: heartbeat.StreamIdentity) -> bool:
         """Whether a member has reported the group."""

@@ -51,6 +51,11 @@ class Limit:
             maximum=self.maximum,
         )
 
+    def check(self, count: int, subject: str = "", remedy: str = "") -> None:
+        """Raises Problem if there are more. ``{}`` in ``subject`` stands for ``count``."""
+        if count > self.maximum:
+            raise self.make_problem(subject.replace("{}", str(count)), remedy)
+
 
 HEAD = Limit(
     "request_head", 16 << 10, "bytes", "of a request's URL, headers and trailers together", 431

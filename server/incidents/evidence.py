@@ -1,17 +1,18 @@
 """The evidence of an incident, taken from the state of its attempt: calls, processes, stacks, the
 positions of devices, and the hosts' hardware. Pure.
 
-Whatever differs between two reads of an unchanged job, such as the age of a call, is left out, so
+The evidence lacks what differs between two reads of an unchanged job, such as the age of a call, so
 that an incident only counts as changed when its document changes.
 """
 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
 from hangwatch.model.calls import Call
@@ -35,6 +36,10 @@ MAX_GAPS_SHOWN = 16
 CLOCK_SLACK_S = 0.5
 
 DateConverter = Callable[[float], datetime]
+T = TypeVar("T")
+
+# Everything of a stack but its time.
+_get_stack_content = operator.attrgetter("ranks", "thread", "source", "frames", "native", "error")
 
 
 class _Caller(NamedTuple):
@@ -83,12 +88,11 @@ def update_evidence(
     ``since`` is its onset, monotonic.
     """
     hosts = list_involved_hosts(attempt, replace(incident, began_at=since))
-    stacks = collect_stacks(attempt, incident, since, convert_date)
     positions = collect_device_positions(attempt, incident)
     return replace(
         incident,
         processes=collect_processes(attempt, incident.culprits) or incident.processes,
-        stacks=keep_known_stacks(incident.stacks, stacks),
+        stacks=collect_stacks(attempt, incident, since, convert_date),
         device=keep_known_positions(incident.device, positions),
         hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
         hardware_missing=collect_missing(hosts) or incident.hardware_missing,
@@ -97,14 +101,10 @@ def update_evidence(
 
 def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[ProcessSnapshot, ...]:
     """The culprits' processes, then those that failed."""
-    culprit_ranks = dict.fromkeys(culprits)
-    failed_ranks = sorted(
-        rank
-        for rank in attempt.ended_ranks - culprit_ranks.keys()
-        if (ended := attempt.processes[rank].exit) is not None and ended.has_failed
-    )
-    shown_ranks = [*culprit_ranks, *failed_ranks][:MAX_PROCESSES_SHOWN]
-    processes = (attempt.processes.get(rank) for rank in shown_ranks)
+    shown_ranks = list(dict.fromkeys(culprits))
+    for process in attempt.find_processes(sorted(attempt.ended_ranks.difference(shown_ranks))):
+        if process.exit is not None and process.exit.has_failed:
+            shown_ranks.append(process.rank)
     return tuple(
         ProcessSnapshot(
             rank=process.rank,
@@ -116,8 +116,7 @@ def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[Proces
             exception=process.exception,
             flight_file=process.flight_file,
         )
-        for process in processes
-        if process is not None
+        for process in attempt.find_processes(shown_ranks[:MAX_PROCESSES_SHOWN])
     )
 
 
@@ -145,13 +144,16 @@ def make_stack(
 
 
 def collect_stacks(
-    attempt: Attempt, verdict: Verdict, since: float, convert_date: DateConverter
-) -> list[MergedStack]:
-    """The culprits' stacks, then those of the waiting ranks, merged where equal."""
-    culprits = list(_find_callers(attempt, verdict.culprits, verdict.group, since))
-    victims = _find_callers(attempt, verdict.waiting, verdict.group, since)
+    attempt: Attempt, incident: Incident, since: float, convert_date: DateConverter
+) -> tuple[MergedStack, ...]:
+    """The earlier stacks of ranks that can no longer be sampled, then the culprits' stacks and those
+    of the waiting ranks, merged where equal. A stack that differs from an earlier one only in its time
+    keeps the earlier time.
+    """
+    culprits = list(_find_callers(attempt, incident.culprits, incident.group, since))
+    victims = _find_callers(attempt, incident.waiting, incident.group, since)
     stacks = _merge_calling_stacks(culprits, convert_date)
-    detailed = culprits if len(verdict.culprits) <= MAX_DETAILED_CULPRITS else []
+    detailed = culprits if len(incident.culprits) <= MAX_DETAILED_CULPRITS else []
     for found in detailed:
         others = [
             thread
@@ -164,7 +166,13 @@ def collect_stacks(
             make_stack([found.rank], found.sample, thread, convert_date)
             for thread in others[:MAX_THREADS_SHOWN]
         ]
-    return stacks + _merge_calling_stacks(victims, convert_date)
+    stacks += _merge_calling_stacks(victims, convert_date)
+    before = incident.stacks
+    covered = {rank for stack in stacks if stack.error is None for rank in stack.ranks}
+    kept = [s for s in before if s.error is None and covered.isdisjoint(s.ranks)]
+    kept_ranks = {rank for stack in kept for rank in stack.ranks}
+    current = [s for s in stacks if s.error is None or not kept_ranks.issuperset(s.ranks)]
+    return (*kept, *_keep_unchanged(before, current, _get_stack_content))
 
 
 def _find_callers(
@@ -173,14 +181,11 @@ def _find_callers(
     """The ranks that were sampled since then, with the thread that makes the calls of ``group``. The
     newest sample counts that has stacks, or else the newest failure.
     """
-    for rank in ranks:
-        process = attempt.processes.get(rank)
-        if process is None:
-            continue
+    for process in attempt.find_processes(ranks):
         recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
         if recent:
             sample = next((s for s in reversed(recent) if s.threads), recent[-1])
-            yield _Caller(rank, sample, process.find_caller(sample, group, since))
+            yield _Caller(process.rank, sample, process.find_caller(sample, group, since))
 
 
 def _merge_calling_stacks(
@@ -198,27 +203,12 @@ def _merge_calling_stacks(
     ]
 
 
-def keep_known_stacks(
-    before: Sequence[MergedStack], now: Sequence[MergedStack]
-) -> tuple[MergedStack, ...]:
-    """``now``, together with the earlier stacks of ranks that can no longer be sampled. A stack
-    that differs from an earlier one only in its time keeps the earlier time.
-    """
-    covered = {rank for stack in now if stack.error is None for rank in stack.ranks}
-    kept = [s for s in before if s.error is None and covered.isdisjoint(s.ranks)]
-    kept_ranks = {rank for stack in kept for rank in stack.ranks}
-    earlier = {_get_content(stack): stack for stack in before}
-    current = [
-        earlier.get(_get_content(stack), stack)
-        for stack in now
-        if stack.error is None or not kept_ranks.issuperset(stack.ranks)
-    ]
-    return (*kept, *current)
-
-
-def _get_content(stack: MergedStack) -> tuple[object, ...]:
-    """Everything of a stack but its time."""
-    return (stack.ranks, stack.thread, stack.source, stack.frames, stack.native, stack.error)
+def _keep_unchanged(
+    before: Iterable[T], now: Iterable[T], get_content: Callable[[T], object]
+) -> list[T]:
+    """``now``, but an entry with the content of an earlier one is replaced by that one."""
+    earlier = {get_content(entry): entry for entry in before}
+    return [earlier.get(get_content(entry), entry) for entry in now]
 
 
 def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[DevicePosition, ...]:
@@ -229,16 +219,8 @@ def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[Device
     names = {wait.group for wait in verdict.waits}
     if verdict.group is not None:
         names.add(verdict.group.name)
-    positions = (
-        DevicePosition(
-            rank=rank,
-            group=name,
-            enqueued=device.enqueued,
-            started=device.started,
-            completed=device.completed,
-            source=device.source,
-            age_s=round(max(0.0, attempt.last_seen_at - device.read_at), 3),
-        )
+    found = (
+        (rank, name, device)
         for (_, name, _, _), members in attempt.streams_by_group.items()
         if name in names
         for rank, stream in members.items()
@@ -246,31 +228,34 @@ def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[Device
     )
     shown = heapq.nsmallest(
         MAX_POSITIONS_SHOWN,
-        positions,
-        key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group),
+        found,
+        key=lambda entry: (entry[0] not in culprits, entry[2].completed, *entry[:2]),
     )
-    return tuple(sorted(shown, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
+    positions = [
+        DevicePosition(rank=rank, group=name, **device.list_counters(attempt.last_seen_at))
+        for rank, name, device in shown
+    ]
+    return tuple(sorted(positions, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
 
 
 def keep_known_positions(
     before: Sequence[DevicePosition], now: Iterable[DevicePosition]
 ) -> tuple[DevicePosition, ...]:
     """``now``, but unchanged positions keep their age; ``before`` if nothing is known any more."""
-    earlier = {(p.rank, p.group, p.counters): p for p in before}
-    current = [earlier.get((p.rank, p.group, p.counters), p) for p in now]
+    current = _keep_unchanged(before, now, lambda p: (p.rank, p.group, p.counters))
     return tuple(current or before)
 
 
 def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
     """The verdict's advice. If the positions of the devices are unknown and might name a culprit, the
-    advice says how to make them known.
+    advice includes how to make them known.
     """
     if verdict.kind is not VerdictKind.NO_PROGRESS:
         return verdict.advice
-    ranks = (*verdict.culprits, *verdict.waiting)
-    processes = (attempt.processes.get(rank) for rank in ranks)
-    setting = next((p.device_setting for p in processes if p is not None and p.device_setting), "")
-    return job_status.add_device_advice(verdict.advice, setting) if setting else verdict.advice
+    for process in attempt.find_processes(verdict.involved_ranks):
+        if process.device_setting:
+            return job_status.add_device_advice(verdict.advice, process.device_setting)
+    return verdict.advice
 
 
 def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:
@@ -289,20 +274,24 @@ def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...
     """The sources that the hosts cannot read and for which there is a remedy."""
     hosts_by_gap: dict[UnavailableSource, list[str]] = {}
     for host in hosts:
-        for gap in host.hardware.unavailable if host.hardware is not None else ():
+        if host.hardware is None:
+            continue
+        for gap in host.hardware.unavailable:
             if gap.remedy:
                 hosts_by_gap.setdefault(gap, []).append(host.name)
-    return tuple(
+    missing = [
         MissingEvidence(hosts=tuple(names), source=gap.source, reason=gap.reason, remedy=gap.remedy)
-        for gap, names in list(hosts_by_gap.items())[:MAX_GAPS_SHOWN]
-    )
+        for gap, names in hosts_by_gap.items()
+    ]
+    return tuple(missing[:MAX_GAPS_SHOWN])
 
 
 def keep_known_hardware(
     before: Sequence[HostObservation], now: Sequence[HostObservation]
 ) -> tuple[HostObservation, ...]:
     """``now``, and what was only observed earlier. Unchanged observations keep their age."""
-    earlier, current = ({_get_key(entry): entry for entry in entries} for entries in (before, now))
+    earlier = {_get_key(entry): entry for entry in before}
+    current = {_get_key(entry): entry for entry in now}
     kept = {
         key: entry
         for key, entry in earlier.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -21,6 +21,7 @@ from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
 from .evidence import add_device_advice, strip_verdict, update_evidence
@@ -53,7 +54,7 @@ RECENT_HEARTBEAT_S = 5.0
 class AlertSummary:
     """The alert verdicts that concerned an incident at the last diagnosis, at time ``at``.
 
-    ``accused`` are the culprits of those that have the same cause, and not only the same
+    ``accused`` are the culprits of the verdicts that have the same cause, and not only the same
     consequences.
     """
 
@@ -115,18 +116,20 @@ class IncidentRecord:
         """
         if not self.is_restored:
             return self.incident.attempt == attempt.number
-        return any(get_member_key(attempt, rank) == member for rank, member in self.members.items())
+        return any(
+            get_member_key(process) == self.members[process.rank]
+            for process in attempt.find_processes(self.members)
+        )
 
 
-def get_member_key(attempt: Attempt, rank: int) -> str | None:
-    """``HOST/PROCESS`` of a rank; None if the rank is not known."""
-    process = attempt.processes.get(rank)
-    return None if process is None else f"{process.host}/{process.key}"
+def get_member_key(process: Process) -> str:
+    """``HOST/PROCESS``."""
+    return f"{process.host}/{process.key}"
 
 
 @dataclass(slots=True, kw_only=True)
 class IncidentRegistry:
-    """All incidents. ``changed`` has the ids of those that changed since `take_changed`.
+    """All incidents. ``changed`` has the ids of incidents that changed since `take_changed`.
 
     An attempt may be diagnosed in another thread. ``records`` is therefore replaced and never
     changed, so that concurrent readers are not disturbed.
@@ -161,23 +164,25 @@ class IncidentRegistry:
 
     def list_open(self, attempt: Attempt) -> list[IncidentRecord]:
         """The open incidents of an attempt, oldest first."""
-        open_records = [
-            record
-            for record in self.records.values()
-            if record.is_live and record.incident.job == attempt.job and record.belongs_to(attempt)
-        ]
-        return sorted(open_records, key=lambda record: record.opened_at)
+        return self._select(
+            lambda record: (
+                record.is_live and record.incident.job == attempt.job and record.belongs_to(attempt)
+            )
+        )
 
     def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
         """The incidents that were open when their attempt ended, oldest first."""
-        ended = [
-            record
-            for record in self.records.values()
-            if record.is_own
-            and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
-            and record.attempt_key == attempt.key
-        ]
-        return sorted(ended, key=lambda record: record.opened_at)
+        return self._select(
+            lambda record: (
+                record.is_own
+                and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
+                and record.attempt_key == attempt.key
+            )
+        )
+
+    def _select(self, is_wanted: Callable[[IncidentRecord], bool]) -> list[IncidentRecord]:
+        """The incidents that fulfil a condition, oldest first."""
+        return sorted(filter(is_wanted, self.records.values()), key=lambda record: record.opened_at)
 
     def apply_verdicts(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Applies a diagnosis of an attempt at time ``now``: opens, refines and resolves incidents."""
@@ -192,8 +197,20 @@ class IncidentRegistry:
             if not is_explained:
                 records.append(self._open_incident(attempt, verdict, now))
         for record in records:
-            is_suspected = any(_is_suspicion_of(verdict, record.incident) for verdict in verdicts)
-            if is_suspected or not has_reported_since(record, attempt):
+            # An unconfirmed verdict about the call of an incident keeps it open.
+            is_suspected = any(
+                not verdict.is_confirmed
+                and verdict.seq is not None
+                and verdict.seq == record.incident.seq
+                and relate_verdict(record.incident, verdict, gathering=False)
+                for verdict in verdicts
+            )
+            # The absence of a verdict counts once a rank of the incident was reported again.
+            has_reported = attempt.last_seen_at >= record.last_seen_at and any(
+                process.reports.last_seen_at >= record.last_seen_at
+                for process in attempt.find_processes(record.incident.involved_ranks)
+            )
+            if is_suspected or not has_reported:
                 record.last_seen_at = now
             updated = update_evidence(record.incident, attempt, record.onset_at, self.clock.date)
             self._replace_incident(record, updated)
@@ -207,17 +224,16 @@ class IncidentRegistry:
         """Resolves the incidents of earlier attempts once the newest attempt has been initialised,
         other than those of the ``current`` ones, whose ranks still run.
         """
-        older = [
-            record
-            for record in self.records.values()
-            if record.is_live
-            and record.incident.job == attempt.job
-            and not record.belongs_to(attempt)
-            and record.attempt_key not in current
-        ]
-        if not older or all(
-            process.lifecycle < Lifecycle.INITIALISED for process in attempt.processes.values()
-        ):
+        older = self._select(
+            lambda record: (
+                record.is_live
+                and record.incident.job == attempt.job
+                and not record.belongs_to(attempt)
+                and record.attempt_key not in current
+            )
+        )
+        processes = attempt.processes.values()
+        if not older or all(process.lifecycle < Lifecycle.INITIALISED for process in processes):
             return
         for record in older:
             # The host of an older incident may not have reported yet after a restart of the server.
@@ -230,8 +246,7 @@ class IncidentRegistry:
             if not record.is_live:
                 continue
             job = record.incident.job
-            attempt = fleet.attempts.get(record.attempt_key)
-            attempt = attempt or fleet.latest_attempt(job)
+            attempt = fleet.attempts.get(record.attempt_key) or fleet.latest_attempt(job)
             last = attempt or fleet.former_attempts.get(job)
             is_finished = last is not None and last.is_finished
             last_seen_at = record.last_seen_at if last is None else last.last_seen_at
@@ -264,12 +279,11 @@ class IncidentRegistry:
 
     def take_changed(self) -> list[IncidentRecord]:
         """The incidents that changed since the last call, oldest first."""
-        taken = [self.records[i] for i in sorted(self.changed) if i in self.records]
+        taken = [record for i in sorted(self.changed) if (record := self.records.get(i))]
         self.changed.clear()
         excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
-            closed = [record for record in self.records.values() if not record.is_open]
-            closed.sort(key=lambda record: record.opened_at)
+            closed = self._select(lambda record: not record.is_open)
             self.drop_incidents({record.incident.id for record in closed[:excess]})
         return taken
 
@@ -324,29 +338,47 @@ class IncidentRegistry:
     def _refine_incident(
         self, record: IncidentRecord, attempt: Attempt, verdict: Verdict, now: float
     ) -> None:
+        """Gives the incident the new verdict, with the evidence of the earlier one that this one lacks.
+        An alert stays an alert.
+        """
         before = record.incident
-        refined = refine_verdict(before, verdict, attempt, record.members, record.last_seen_at)
+        after = strip_verdict(verdict)
+        waiting = set(after.waiting)
+        # A process that has ended no longer waits, but it did. NCCL's watchdog aborts a call before it
+        # ends the process, so that the host may have run on for a moment, and its next call may have
+        # raised.
+        waiting |= attempt.ended_ranks.intersection(record.members)
+        if attempt.ended_ranks:
+            waiting.update(before.waiting)
+        for process in attempt.find_processes(before.waiting):
+            # The heartbeat of the rank's host may be late; nothing is known to have changed.
+            if process.reports.last_seen_at <= record.last_seen_at:
+                waiting.add(process.rank)
+        waiting -= set(after.culprits)
+        is_same_kind = after.kind is before.kind
+        refined = replace(
+            after,
+            summary=update_waiter_count(after.summary, len(after.waiting), len(waiting)),
+            advice=add_device_advice(after, attempt),
+            severity=Severity.ALERT if before.is_alert else after.severity,
+            waiting=tuple(sorted(waiting)),
+            calls=after.calls or before.calls,
+            waits=after.waits or before.waits,
+            divergence=after.divergence or (before.divergence if is_same_kind else None),
+            site=after.site or (before.site if is_same_kind else None),
+        )
         record.last_seen_at = now
+        record.is_restored = False
         self._replace_incident(
             record, replace(before, **refined.list_fields(), attempt=attempt.number)
         )
-        record.is_restored = False
-        for rank in (*verdict.culprits, *verdict.waiting)[:MAX_MEMBERS_KEPT]:
-            member_key = get_member_key(attempt, rank)
-            if member_key is not None:
-                record.members[rank] = member_key
+        for process in attempt.find_processes(verdict.involved_ranks[:MAX_MEMBERS_KEPT]):
+            record.members[process.rank] = get_member_key(process)
 
     def _replace_incident(self, record: IncidentRecord, incident: Incident) -> None:
         if incident != record.incident:
             record.incident = incident
             self.changed.add(incident.id)
-
-
-def _is_suspicion_of(verdict: Verdict, incident: Incident) -> bool:
-    """An unconfirmed verdict about the call of an incident keeps it open."""
-    if verdict.is_confirmed or verdict.seq is None or verdict.seq != incident.seq:
-        return False
-    return relate_verdict(incident, verdict, gathering=False) is not Relation.NONE
 
 
 class Relation(enum.IntEnum):
@@ -358,9 +390,7 @@ class Relation(enum.IntEnum):
 
 def is_hang(incident: Incident) -> bool:
     """Whether ranks are blocked because of the incident."""
-    return bool(incident.waiting) or (
-        incident.kind in _HANGS and incident.severity is Severity.ALERT
-    )
+    return bool(incident.waiting) or (incident.kind in _HANGS and incident.is_alert)
 
 
 def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
@@ -377,19 +407,37 @@ def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Rel
         if (same := _relate_same_kind(incident, verdict)) is not Relation.NONE:
             return same
     elif _has_same_position(incident, verdict) and verdict.kind not in _ENDS:
-        rises = incident.severity is Severity.WARNING and verdict.severity is Severity.ALERT
-        falls = incident.severity is Severity.ALERT and verdict.severity is Severity.WARNING
+        rises = verdict.is_alert and not incident.is_alert
+        falls = incident.is_alert and not verdict.is_alert
         return Relation.REFINES if rises or (gathering and not falls) else Relation.CONSEQUENCE
-    if incident.severity is Severity.WARNING:
+    if not incident.is_alert:
         if not _share_culprits(incident, verdict):
             return Relation.NONE
-        is_alert = verdict.severity is Severity.ALERT
-        return Relation.REFINES if is_alert else Relation.CONSEQUENCE
-    if incident.kind in _ENDS:
-        return _relate_to_end(incident, verdict, gathering)
+        return Relation.REFINES if verdict.is_alert else Relation.CONSEQUENCE
+    if incident.kind in _ENDS:  # the end of a process makes other ranks wait or die
+        if verdict.kind in _ROOTS:
+            is_refined = gathering and _share_ranks(incident, verdict)
+            return Relation.REFINES if is_refined else Relation.NONE
+        # Nodes report at different times, so the first death may only be known later. Deaths after
+        # the loss of a node are its consequences.
+        may_be_first = verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
+        return Relation.REFINES if gathering and may_be_first else Relation.CONSEQUENCE
     if not is_hang(incident):
         return Relation.NONE
     return _relate_to_hang(incident, verdict, gathering)
+
+
+def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    if verdict.kind in _ENDS:
+        return Relation.CONSEQUENCE  # launchers and people end jobs that hang
+    if not _share_ranks(incident, verdict):
+        return Relation.NONE
+    if verdict.kind in _ROOTS:
+        if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
+            return Relation.NONE  # a separate bug that blocks no rank
+    elif not verdict.is_alert:
+        return Relation.CONSEQUENCE
+    return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
 
 
 def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
@@ -410,29 +458,6 @@ def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
         return Relation.REFINES
     is_same = incident.culprits and set(incident.culprits) == set(verdict.culprits)
     return Relation.SAME if is_same else Relation.NONE
-
-
-def _relate_to_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """The relation to the end of a process, which makes other ranks wait or die."""
-    if verdict.kind in _ROOTS:
-        return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
-    # Nodes report at different times, so the first death may only be known later. Deaths after the
-    # loss of a node are its consequences.
-    may_be_first = verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
-    return Relation.REFINES if gathering and may_be_first else Relation.CONSEQUENCE
-
-
-def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    if verdict.kind in _ENDS:
-        return Relation.CONSEQUENCE  # launchers and people end jobs that hang
-    if not _share_ranks(incident, verdict):
-        return Relation.NONE
-    if verdict.kind in _ROOTS:
-        if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
-            return Relation.NONE  # a separate bug that blocks no rank
-    elif verdict.severity is Severity.WARNING:
-        return Relation.CONSEQUENCE
-    return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
 
 
 def _has_same_group(incident: Incident, verdict: Verdict) -> bool:
@@ -459,7 +484,7 @@ def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
 
 
 def _share_ranks(incident: Incident, verdict: Verdict) -> bool:
-    ranks = {*verdict.culprits, *verdict.waiting}
+    ranks = set(verdict.involved_ranks)
     if incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits:
         # A rank that waits for two cycles does not make them one.
         return not (
@@ -470,57 +495,11 @@ def _share_ranks(incident: Incident, verdict: Verdict) -> bool:
     return not (ranks.isdisjoint(incident.culprits) and ranks.isdisjoint(incident.waiting))
 
 
-def refine_verdict(
-    before: Verdict, verdict: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
-) -> Verdict:
-    """The new verdict, with the evidence of the earlier one that it lacks. An alert stays an alert.
-
-    ``members`` are the ranks of all earlier verdicts, of which the last one was at ``last_seen_at``, monotonic.
-    """
-    after = strip_verdict(verdict)
-    is_alert = Severity.ALERT in (before.severity, after.severity)
-    is_same_kind = after.kind is before.kind
-    waiting = {*after.waiting, *_list_still_waiting(before, attempt, members, last_seen_at)}
-    waiting -= set(after.culprits)
-    return replace(
-        after,
-        summary=update_waiter_count(after.summary, len(after.waiting), len(waiting)),
-        advice=add_device_advice(after, attempt),
-        severity=Severity.ALERT if is_alert else Severity.WARNING,
-        waiting=tuple(sorted(waiting)),
-        calls=after.calls or before.calls,
-        waits=after.waits or before.waits,
-        divergence=after.divergence or (before.divergence if is_same_kind else None),
-        site=after.site or (before.site if is_same_kind else None),
-    )
-
-
-def _list_still_waiting(
-    before: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
-) -> Iterator[int]:
-    """The ranks that waited and that the new verdict may lack nevertheless."""
-    # A process that has ended no longer waits, but it did. NCCL's watchdog aborts a call before it ends
-    # the process, so that the host may have run on for a moment, and its next call may have raised.
-    yield from attempt.ended_ranks.intersection(members)
-    if attempt.ended_ranks:
-        yield from before.waiting
-        return
-    for rank in before.waiting:
-        process = attempt.processes.get(rank)
-        # The heartbeat of the rank's host may be late; nothing is known to have changed.
-        if process is not None and process.reports.last_seen_at <= last_seen_at:
-            yield rank
-
-
 def summarize_alerts(
     kind: VerdictKind, related: Iterable[tuple[Relation, Verdict]], now: float
 ) -> AlertSummary | None:
     """Summarizes the alerts among the verdicts that are related to an incident of a kind."""
-    alerts = [
-        (relation, verdict)
-        for relation, verdict in related
-        if relation and verdict.severity is Severity.ALERT
-    ]
+    alerts = [(relation, verdict) for relation, verdict in related if relation and verdict.is_alert]
     if not alerts:
         return None
     causes = [
@@ -535,16 +514,6 @@ def summarize_alerts(
     )
 
 
-def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
-    """Whether a rank of the incident was reported since its last verdict, as an absence needs."""
-    if attempt.last_seen_at < record.last_seen_at:
-        return False
-    incident = record.incident
-    ranks = (*incident.culprits, *incident.waiting)
-    processes = (attempt.processes.get(rank) for rank in ranks)
-    return any(p is not None and p.reports.last_seen_at >= record.last_seen_at for p in processes)
-
-
 def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:
     """Whether the verdict is absent because the job made progress, not because it ended."""
     incident = record.incident
@@ -553,7 +522,7 @@ def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> b
     processes = list(attempt.processes.values())
     if attempt.is_finished:
         is_clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)
-        return is_clean or incident.severity is Severity.WARNING
+        return is_clean or not incident.is_alert
     has_failure = any(
         p.exception is not None or (p.exit is not None and p.exit.has_failed) for p in processes
     )

@@ -27,7 +27,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -46,7 +46,7 @@ from ..core import limits
 from ..core.limits import read_resident_bytes
 from ..core.problems import Problem
 
-# A body that is no longer holds no text or list beyond the limits: an item takes two bytes.
+# A body of at most this size holds no text or list beyond the limits: an item takes two bytes.
 _UNSUSPICIOUS_BYTES = min(limits.STRING.maximum, 2 * limits.LIST.maximum)
 # A token is a text, or what begins, ends or continues a list or an object.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
@@ -105,8 +105,7 @@ def _check_sizes(body: bytes) -> None:
             # Each character takes a byte or more.
             if token.end() - token.start() > limits.STRING.maximum:
                 length = len(msgspec.json.decode(token[0], type=str))
-                if length > limits.STRING.maximum:
-                    raise limits.STRING.make_problem(f"a text of {length} characters")
+                limits.STRING.check(length, "a text of {} characters")
         elif first == _COMMA:
             if counts and counts[-1] >= 0:
                 counts[-1] += 1
@@ -129,10 +128,8 @@ class BodyVolume:
         """Raises Problem for more than a heartbeat may have."""
         self.objects += part.count(b"{")
         self.values += part.count(b"{") + part.count(b"[") + part.count(b",")
-        if self.objects > limits.OBJECTS.maximum:
-            raise limits.OBJECTS.make_problem(f"{self.objects} objects")
-        if self.values > limits.VALUES.maximum:
-            raise limits.VALUES.make_problem(f"{self.values} values")
+        limits.OBJECTS.check(self.objects, "{} objects")
+        limits.VALUES.check(self.values, "{} values")
 
 
 def _make_refusal(error: Exception) -> Problem:
@@ -211,13 +208,14 @@ def decode_head(body: bytes) -> HeartbeatHead:
 def _check_identities(beat: heartbeat.Heartbeat) -> None:
     """Raises Problem for an invalid name or rank, and for too many members of process groups."""
     names = [beat.host, beat.agent]
-    names += [process.key for process in beat.processes]
-    names += [process.identity.job for process in beat.processes if process.identity]
+    for process in beat.processes:
+        names.append(process.key)
+        if process.identity is not None:
+            names.append(process.identity.job)
+    longest = limits.NAME.maximum
     for name in names:
-        if not 0 < len(name) <= limits.NAME.maximum or not name.isprintable():
+        if not 0 < len(name) <= longest or not name.isprintable():
             raise limits.NAME.make_problem(f"the name {name[:40]!r}")
-    if not beat.processes:
-        return
     for process in beat.processes:
         identity = process.identity
         if identity is None:
@@ -227,9 +225,9 @@ def _check_identities(beat: heartbeat.Heartbeat) -> None:
         rank, world_size = identity.rank, identity.world_size
         if not (0 <= rank < limits.RANK.maximum and 0 <= world_size <= limits.RANK.maximum):
             raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
-    members = count_members(_iter_identities(beat.processes))
-    if members > limits.HEARTBEAT_MEMBERS.maximum:
-        raise limits.HEARTBEAT_MEMBERS.make_problem(f"{members} members of process groups")
+    groups = [s.identity for p in beat.processes for s in p.streams if s.identity is not None]
+    if groups:
+        limits.HEARTBEAT_MEMBERS.check(count_members(groups), "{} members of process groups")
 
 
 def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
@@ -242,19 +240,9 @@ def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
             raise Problem(
                 422, f"the ranks {ranks[:40]!r} of a group: {error}; nothing was applied"
             ) from None
-        if count > limits.RANK.maximum:
-            raise limits.RANK.make_problem(f"{count} ranks of a group")
+        limits.RANK.check(count, "{} ranks of a group")
         members += count
     return members
-
-
-def _iter_identities(
-    processes: Iterable[heartbeat.ProcessUpdate],
-) -> Iterator[heartbeat.StreamIdentity]:
-    for process in processes:
-        for stream in process.streams:
-            if stream.identity is not None:
-                yield stream.identity
 
 
 def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
@@ -270,15 +258,25 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
 
 def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
-    if beat.agent not in fleet.agents and len(fleet.agents) >= limits.AGENTS.maximum:
-        raise limits.AGENTS.make_problem(remedy=_REMEDY)
+    if beat.agent not in fleet.agents:
+        limits.AGENTS.check(len(fleet.agents) + 1, remedy=_REMEDY)
     new_identities = [
         process.identity
         for process in beat.processes
         if process.identity is not None and (beat.host, process.key) not in fleet.processes
     ]
     if new_identities:
-        _check_processes(beat.agent, new_identities, fleet)
+        limits.PROCESSES.check(len(fleet.processes) + len(new_identities), remedy=_REMEDY)
+        new_jobs = {identity.job for identity in new_identities}
+        jobs = fleet.list_jobs(beat.agent) | new_jobs
+        limits.JOBS_PER_AGENT.check(len(jobs), "{} jobs")
+        attempt_counts = Counter(key.job for key in fleet.attempts)
+        for job in new_jobs:
+            count = attempt_counts[job] + 1
+            limits.ATTEMPTS_PER_JOB.check(count, f"job {job}", "give it another name")
+        new_jobs -= attempt_counts.keys()
+        if new_jobs:
+            limits.ATTEMPTS.check(len(fleet.attempts) + len(new_jobs), remedy=_REMEDY)
     for update in beat.processes:
         # Few processes come near the limit: only these are counted exactly.
         if len(update.streams) <= limits.STREAMS.maximum // 2:
@@ -287,30 +285,11 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         known = fleet.processes.get((beat.host, update.key))
         if known is not None:
             uids |= known.streams.keys()
-        if len(uids) > limits.STREAMS.maximum:
-            raise limits.STREAMS.make_problem(f"process {update.key}")
-    describes_groups = next(_iter_identities(beat.processes), None) is not None
-    adds_members = (describes_groups or bool(new_identities)) and _check_members(beat, fleet)
-    if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.maximum:
-        raise limits.MEMORY.make_problem(remedy=_REMEDY)
-
-
-def _check_processes(
-    agent: str, new_identities: list[heartbeat.ProcessIdentity], fleet: Fleet
-) -> None:
-    if len(fleet.processes) + len(new_identities) > limits.PROCESSES.maximum:
-        raise limits.PROCESSES.make_problem(remedy=_REMEDY)
-    new_jobs = {identity.job for identity in new_identities}
-    jobs = fleet.list_jobs(agent) | new_jobs
-    if len(jobs) > limits.JOBS_PER_AGENT.maximum:
-        raise limits.JOBS_PER_AGENT.make_problem(f"{len(jobs)} jobs")
-    attempt_counts = Counter(key.job for key in fleet.attempts)
-    for job in new_jobs:
-        if attempt_counts[job] >= limits.ATTEMPTS_PER_JOB.maximum:
-            raise limits.ATTEMPTS_PER_JOB.make_problem(f"job {job}", "give it another name")
-    new_jobs -= {key.job for key in fleet.attempts}
-    if len(fleet.attempts) + len(new_jobs) > limits.ATTEMPTS.maximum and new_jobs:
-        raise limits.ATTEMPTS.make_problem(remedy=_REMEDY)
+        limits.STREAMS.check(len(uids), f"process {update.key}")
+    names_groups = any(s.identity is not None for p in beat.processes for s in p.streams)
+    adds_members = (names_groups or bool(new_identities)) and _check_members(beat, fleet)
+    if new_identities or adds_members:
+        limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
 
 
 @dataclass(slots=True)
@@ -323,16 +302,17 @@ class _Growth:
     groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
 
 
-def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
+def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
+    """Whether its groups and worlds add members to those in memory. Raises Problem if too many."""
     growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
     for process in beat.processes:
         identity = process.identity
-        groups = list(_iter_identities((process,)))
+        groups = [s.identity for s in process.streams if s.identity is not None]
         if identity is None and not groups:
             continue  # almost all processes of almost all heartbeats
-        known = fleet.processes.get((beat.host, process.key))
-        if known is not None:
-            grown = growth.setdefault(known.attempt.key, _Growth(known.attempt))
+        reported = fleet.processes.get((beat.host, process.key))
+        if reported is not None:
+            grown = growth.setdefault(reported.attempt.key, _Growth(reported.attempt))
         elif identity is not None:
             latest = fleet.latest_attempt(identity.job)
             key = identity.job if latest is None else latest.key
@@ -342,25 +322,20 @@ def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
             continue  # updates of an unknown process are not applied
         if identity is not None:
             grown.world_size = max(grown.world_size, identity.world_size)
-        grown.groups.update(
-            group for group in groups if grown.attempt is None or not grown.attempt.has_group(group)
-        )
-    return list(growth.values())
-
-
-def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
-    """Whether its groups and worlds add members to those in memory. Raises Problem if too many."""
+        known = grown.attempt
+        grown.groups.update(g for g in groups if known is None or not known.has_group(g))
     added = 0
-    for growth in _list_growth(beat, fleet):
-        known, known_size = 0, 0
-        if growth.attempt is not None:
-            known, known_size = growth.attempt.count_members(), growth.attempt.world_size
-        members = count_members(growth.groups) + max(0, growth.world_size - known_size)
-        if members and known + members > limits.ATTEMPT_MEMBERS.maximum:
-            raise limits.ATTEMPT_MEMBERS.make_problem()
-        added += max(members, growth.opened_world_size)
-    if added and fleet.count_members() + added > limits.MEMBERS.maximum:
-        raise limits.MEMBERS.make_problem(remedy=_REMEDY)
+    for grown in growth.values():
+        known_count = known_size = 0
+        if grown.attempt is not None:
+            known_count = grown.attempt.count_members()
+            known_size = grown.attempt.world_size
+        members = count_members(grown.groups) + max(0, grown.world_size - known_size)
+        if members:
+            limits.ATTEMPT_MEMBERS.check(known_count + members)
+        added += max(members, grown.opened_world_size)
+    if added:
+        limits.MEMBERS.check(fleet.count_members() + added, remedy=_REMEDY)
     return added > 0
 
 

@@ -12,10 +12,9 @@ from hangwatch.diagnosis.unexplained import describe_losses
 from hangwatch.model.calls import Loss, StreamKind
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import KINDS, Severity
+from hangwatch.model.kinds import KINDS
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Frame, Lifecycle, RankState
-from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_optional_document
 from hangwatch.report.job_status import JobFacts, UnexplainedWait, format_job_status
@@ -61,6 +60,25 @@ def describe_rank(
     process = attempt.processes.get(number)
     if process is None:
         return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
+    groups: list[RankGroupView] = []
+    for stream in process.streams.values():
+        if stream.kind is not StreamKind.COLLECTIVE:
+            continue
+        device = None
+        if stream.device is not None:
+            device = RankDeviceView(**stream.device.list_counters(now))
+        group = RankGroupView(
+            name=stream.group.name,
+            desc=stream.group.desc,
+            ranks=stream.group.known_ranks if members else (),
+            outside=stream.group.outside_labels if members else (),
+            entered=stream.entered,
+            completed=stream.completed,
+            op=stream.op,
+            device=device,
+            incomplete=_describe_loss(stream.loss),
+        )
+        groups.append(group)
     waiting_s = compute_waiting_s(process, now)
     return RankView(
         job=attempt.job,
@@ -75,38 +93,12 @@ def describe_rank(
         last_seen_s=round(max(0.0, now - process.reports.agent_seen_at), 3),
         waiting_s=None if waiting_s is None else round(waiting_s, 3),
         unrecorded=process.dropped_records,
-        groups=[
-            RankGroupView(
-                name=s.group.name,
-                desc=s.group.desc,
-                ranks=s.group.known_ranks if members else (),
-                outside=s.group.outside_labels if members else (),
-                entered=s.entered,
-                completed=s.completed,
-                op=s.op,
-                device=_describe_device(s.device, now),
-                incomplete=_describe_loss(s.loss),
-            )
-            for s in process.streams.values()
-            if s.kind is StreamKind.COLLECTIVE
-        ],
+        groups=groups,
     )
 
 
 def _describe_loss(loss: Loss | None) -> LossView | None:
     return None if loss is None else LossView(since=loss.from_seq, because=loss.reason.description)
-
-
-def _describe_device(device: DeviceProgress | None, now: float) -> RankDeviceView | None:
-    if device is None:
-        return None
-    return RankDeviceView(
-        enqueued=device.enqueued,
-        started=device.started,
-        completed=device.completed,
-        source=device.source,
-        age_s=round(max(0.0, now - device.read_at), 3),
-    )
 
 
 def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
@@ -149,43 +141,38 @@ def describe_job(
     attempt: Attempt, counts: Counter[RankState], records: Sequence[IncidentRecord], now: float
 ) -> JobView:
     """A job with the number of its ranks in each state, ``counts``, and its open ``records``."""
+    is_starting = counts[RankState.STARTING] > 0
+    is_running = counts[RankState.RUNNING] > 0
+    has_live_ranks = is_starting or is_running or counts[RankState.WAITING] > 0
+    state: JobState
+    if attempt.is_finished:
+        state = "failed" if counts[RankState.DEAD] else "finished"
+    elif any(is_hang(record.incident) and record.incident.is_alert for record in records):
+        state = "stalled"
+    elif counts[RankState.LOST] and not has_live_ranks:
+        state = "lost"
+    else:
+        state = "starting" if is_starting and not is_running else "running"
+    steps = [p.step for p in attempt.processes.values() if p.step is not None]
     return JobView(
         job=attempt.job,
         attempt=attempt.number,
-        state=_compute_job_state(attempt, counts, records),
+        state=state,
         world_size=attempt.world_size,
         reported_ranks=len(attempt.processes),
         hosts=sorted({p.host for p in attempt.processes.values()}),
         states=dict(counts),
         open_incidents=len(records),
-        step=min((p.step for p in attempt.processes.values() if p.step is not None), default=None),
+        step=min(steps, default=None),
         age_s=round(max(0.0, now - attempt.opened_at), 3),
         last_seen_s=round(max(0.0, now - attempt.last_seen_at), 3),
     )
 
 
-def _compute_job_state(
-    attempt: Attempt, counts: Counter[RankState], records: Iterable[IncidentRecord]
-) -> JobState:
-    if attempt.is_finished:
-        return "failed" if counts[RankState.DEAD] else "finished"
-    if any(
-        is_hang(record.incident) and record.incident.severity is Severity.ALERT
-        for record in records
-    ):
-        return "stalled"
-    has_live_ranks = any(
-        counts[state] for state in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
-    )
-    if counts[RankState.LOST] and not has_live_ranks:
-        return "lost"
-    return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
-
-
 def sort_by_severity(records: Iterable[IncidentRecord]) -> tuple[Incident, ...]:
     """Alerts first, then the oldest first."""
     incidents = (record.incident for record in records)
-    return tuple(sorted(incidents, key=lambda i: (i.severity is Severity.WARNING, i.opened_at)))
+    return tuple(sorted(incidents, key=lambda i: (not i.is_alert, i.opened_at)))
 
 
 def format_verdict(incident: Incident) -> str:
@@ -204,7 +191,8 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     """The culprit's innermost frame outside libraries, with the text of its line if a stack has it;
     else the site of the incident without the text.
     """
-    site, culprits = incident.site, set(incident.culprits)
+    site = incident.site
+    culprits = set(incident.culprits)
     for stack in incident.stacks:
         frame = next((frame for frame in stack.frames if not is_library(frame.file)), None)
         if frame is None or culprits.isdisjoint(stack.ranks):
@@ -222,9 +210,10 @@ def describe_job_status(
     """The status of a job without an open incident and how it is known, and advice; the advice is
     empty for a healthy job. ``wait`` is one that no verdict explains.
     """
-    expected, reported = attempt.rank_count, len(attempt.processes)
+    expected = attempt.rank_count
+    reported = len(attempt.processes)
     silent_s = attempt.last_seen_at - attempt.newest_call_at
-    is_silent = attempt.newest_call_at and silent_s and silent_s >= stall_after_s
+    is_silent = attempt.newest_call_at > 0.0 and silent_s >= stall_after_s
     # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
     searched = itertools.islice(
         attempt.processes.values(), MAX_PROCESSES_SEARCHED if is_silent else 0
@@ -288,37 +277,31 @@ def compute_states(
         culprit_state = KINDS[incident.kind].culprit_state
         if culprit_state is RankState.FROZEN:
             frozen |= dict.fromkeys(incident.culprits, culprit_state)
-        if incident.severity is Severity.ALERT and is_hang(incident):
-            stalled |= dict.fromkeys((*incident.culprits, *incident.waiting), RankState.STALLED)
+        if incident.is_alert and is_hang(incident):
+            stalled |= dict.fromkeys(incident.involved_ranks, RankState.STALLED)
         elif culprit_state is RankState.SLOW:
             slow |= dict.fromkeys(incident.culprits, culprit_state)
     states = slow | stalled | frozen
     for rank in attempt.unable_ranks:
-        state = _find_unable_state(attempt.processes[rank], now)
-        if state is not None:
-            states[rank] = state
+        process = attempt.processes[rank]
+        if process.exit is not None:
+            has_shut_down = process.lifecycle >= Lifecycle.DESTROYED
+            is_clean = process.exit.exit_status == 0 or has_shut_down
+            is_exited = is_clean and not process.exit.has_failed
+            states[rank] = RankState.EXITED if is_exited else RankState.DEAD
+        elif process.freeze_reason(now) is not None:
+            states[rank] = RankState.FROZEN
     states.update(dict.fromkeys(attempt.list_unreported(now - lost_after_s), RankState.LOST))
-    return dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING) | {
-        rank: states.get(rank) or _compute_usual_state(process, now)
-        for rank, process in attempt.processes.items()
-    }
-
-
-def _find_unable_state(process: Process, now: float) -> RankState | None:
-    """The state of a process that has exited or is frozen; None for others."""
-    if process.exit is not None:
-        exited_cleanly = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
-        return (
-            RankState.EXITED if exited_cleanly and not process.exit.has_failed else RankState.DEAD
-        )
-    return RankState.FROZEN if process.freeze_reason(now) is not None else None
-
-
-def _compute_usual_state(process: Process, now: float) -> RankState:
-    if process.lifecycle < Lifecycle.INITIALISED:
-        return RankState.STARTING
-    waiting_s = compute_waiting_s(process, now) or 0.0
-    return RankState.WAITING if waiting_s > WAITING_AFTER_S else RankState.RUNNING
+    shown = dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING)
+    for rank, process in attempt.processes.items():
+        if rank in states:
+            shown[rank] = states[rank]
+        elif process.lifecycle < Lifecycle.INITIALISED:
+            shown[rank] = RankState.STARTING
+        else:
+            is_waiting = (compute_waiting_s(process, now) or 0.0) > WAITING_AFTER_S
+            shown[rank] = RankState.WAITING if is_waiting else RankState.RUNNING
+    return shown
 
 
 def compute_waiting_s(process: Process, now: float) -> float | None:
@@ -332,26 +315,22 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
     if process.reports.last_progress_at > process.reports.last_seen_at:
         return None
     oldest_at: float | None = None
+    # All unfinished calls are known, and none is known to block the process: an ``isend`` stays
+    # unfinished unless the program waits for it.
+    may_continue = True
     for stream in unfinished:  # this loop runs for thousands of ranks, four times a second
         pending_at = stream.pending_at
-        if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
+        if pending_at is None:
+            continue
+        if oldest_at is None or pending_at < oldest_at:
             oldest_at = pending_at
+        if may_continue:
+            call = stream.calls.get(stream.first_unfinished)
+            may_continue = call is not None and call.blocking is not True
     if oldest_at is None:
         return None
-    if _is_free_to_continue(process):
+    if may_continue:
         if is_process_waiting(process) is False:
             return None
         oldest_at = max(oldest_at, process.newest_call_at)  # the process continued until then
     return max(0.0, now - oldest_at)
-
-
-def _is_free_to_continue(process: Process) -> bool:
-    """Whether all unfinished calls of the process are known, and none is known to block it. An
-    ``isend`` stays unfinished unless the program waits for it.
-    """
-    oldest = (
-        stream.calls.get(stream.first_unfinished)
-        for stream in process.unfinished_streams
-        if stream.pending_at is not None
-    )
-    return all(call is not None and call.blocking is not True for call in oldest)
