@@ -20,7 +20,6 @@ from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
-from ..monitor.publisher import PublishedAttempt
 from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
@@ -46,7 +45,7 @@ class AppState:
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:
-        return self.shared.clock.monotonic()
+        return self.shared.now()
 
     def list_down_parts(self) -> dict[str, str]:
         """The parts of the server that do not work, with reasons. These are shown without the
@@ -89,15 +88,11 @@ class AppState:
             raise Problem(404, detail)
         return [attempt]
 
-    def get_published(self, attempt: Attempt) -> PublishedAttempt:
-        """What the last round of diagnosis published of an attempt; empty before the first one."""
-        return self.watch.publisher.attempts.get(attempt.key) or PublishedAttempt()
-
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """The state of each rank; in a large attempt, that of the last round of diagnosis, which
         was at most a few seconds ago.
         """
-        published_states = self.get_published(attempt).rank_states
+        published_states = self.watch.diagnoser.get_record(attempt).rank_states
         if published_states and is_large(attempt.rank_count):
             return published_states
         records = self.shared.incidents.list_open(attempt)
@@ -105,7 +100,7 @@ class AppState:
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        view = self.get_published(attempt).large_job
+        view = self.watch.diagnoser.get_record(attempt).large_job
         if view is None:
             counts = Counter(self.get_rank_states(attempt).values())
             records = self.shared.incidents.list_open(attempt)
@@ -116,15 +111,14 @@ class AppState:
         """The view with the job's pace, and its condition in one sentence; and advice, which is empty
         for a healthy job.
         """
-        pace = self.get_published(attempt).pace.steps_per_s
+        last = self.watch.diagnoser.get_record(attempt)
+        pace = last.steps_per_s
         paced = replace(job, steps_per_s=None if pace is None else round(pace, 3))
-        last = self.watch.diagnoser.diagnosed.get(attempt.key)
-        if last is not None and last.has_failed:
+        if last.has_failed:
             summary, advice = FAILED_DIAGNOSIS
         else:
-            wait = None if last is None else last.unexplained_wait
             summary, advice = describe_job_status(
-                attempt, paced, self.settings.stall_after, wait, self.now()
+                attempt, paced, self.settings.stall_after, last.unexplained_wait, self.now()
             )
         opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))
         if opened and job.state not in ("lost", "failed", "finished"):

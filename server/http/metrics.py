@@ -138,7 +138,7 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:
                 steps[job] = min(reached)
-            if (pace := state.get_published(attempt).pace.steps_per_s) is not None:
+            if (pace := state.watch.diagnoser.get_record(attempt).steps_per_s) is not None:
                 paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
     yield make_metric("hangwatch_job_step", steps, JOB)

@@ -86,14 +86,14 @@ async def stream_trace(
             async for part in stream_events(traces, session, lambda: state.shared.events.is_closed):
                 yield part
         finally:
-            traces.stop_session(session)
+            traces.drop_request(session.id)
 
     return stream.make_stream_response(state, stream_calls())
 
 
 def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
-    if len(state.shared.traces.sessions) >= MAX_SESSIONS:
+    if len(state.shared.traces.requests) >= MAX_SESSIONS:
         raise Problem(
             503,
             f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
@@ -209,9 +209,9 @@ async def _render_recording(
         detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
         raise Problem(409, detail)
     sampled = [rank.rank for rank in recording.ranks if rank.profile]
-    rate = recording.request.rate
+    rate = recording.rate
     title = (
-        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {rate} Hz,"
+        f"job {recording.job}, {name_ranks(sampled)}: {recording.seconds} s at {rate} Hz,"
         f" {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     )
     return await asyncio.to_thread(lambda: render(title, unpack_profiles(recording), rate))

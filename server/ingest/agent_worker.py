@@ -177,9 +177,9 @@ class AgentWorker(asyncio.Protocol):
         """
         if self._packets is None or self._stream is None:
             return False
-        number, peer = next(self._numbers), -1 if peer_uid is None else peer_uid
+        peer = -1 if peer_uid is None else peer_uid
         try:
-            packet = encode_packet(number, peer, received)
+            packet = encode_packet(next(self._numbers), peer, received)
             socket.send_fds(self._packets, [packet], [connected.fileno()])
         except OSError:  # the process has many connections to take, or has just ended
             return False

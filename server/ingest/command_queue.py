@@ -5,8 +5,10 @@ The same evidence is requested only once at a time.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import Command, CommandKind
@@ -80,10 +82,10 @@ class CommandQueue:
                 if last.command_id in commands.unsent or now - last.at < repeat_after_s:
                     continue
             kind, _, uid = subject
-            command = Command(
-                id=ulid(self.clock.wall()),
-                kind=kind,
-                key=process.key,
+            command_id = self.queue_command(
+                process,
+                kind,
+                now,
                 uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,
@@ -91,13 +93,16 @@ class CommandQueue:
                 max_calls=_MAX_CALLS_REQUESTED,
                 since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
-            self.queue_command(process.agent, command, now)
-            commands.evidence[subject] = _RequestedEvidence(command.id, now, request)
+            commands.evidence[subject] = _RequestedEvidence(command_id, now, request)
 
-    def queue_command(self, agent: str, command: Command, now: float) -> None:
-        self._agents.setdefault(agent, _AgentCommands()).unsent[command.id] = command, now
-        if (arrival := self._arrivals.get(agent)) is not None:
+    def queue_command(self, process: Process, kind: CommandKind, now: float, **fields: Any) -> str:
+        """Queues a command with further ``fields`` for the node agent of a process. Returns its id."""
+        command = Command(id=ulid(self.clock.wall()), kind=kind, key=process.key, **fields)
+        commands = self._agents.setdefault(process.agent, _AgentCommands())
+        commands.unsent[command.id] = command, now
+        if (arrival := self._arrivals.get(process.agent)) is not None:
             arrival.set()
+        return command.id
 
     @property
     def unsent_count(self) -> int:
@@ -115,15 +120,19 @@ class CommandQueue:
 
     async def wait_for_commands(self, agent: str, seconds: float) -> None:
         """Waits up to ``seconds`` until there is a command for an agent that was not sent yet."""
-        commands = self._agents.get(agent)
-        if self._is_closed or (commands is not None and commands.unsent):
-            return
-        arrival = self._arrivals.setdefault(agent, asyncio.Event())
-        try:
-            await wait_for_event(seconds, arrival)
-        finally:
-            if self._arrivals.get(agent) is arrival:
-                del self._arrivals[agent]
+        give_up_at = time.monotonic() + seconds
+        while not self._is_closed:
+            commands = self._agents.get(agent)
+            if commands is not None and commands.unsent:
+                return
+            arrival = self._arrivals.setdefault(agent, asyncio.Event())
+            try:
+                # The reply to a heartbeat may take the command whose arrival ends the waiting.
+                if not await wait_for_event(give_up_at - time.monotonic(), arrival):
+                    return
+            finally:
+                if self._arrivals.get(agent) is arrival:
+                    del self._arrivals[agent]
 
     def close(self) -> None:
         """Ends all waiting."""

@@ -1,8 +1,8 @@
 """The process that serves the connections of node agents: it reads their heartbeats, passes them on
 to the server, and writes the responses.
 
-So the server's own event loop has few connections, however many hosts there are, and reading
-thousands of heartbeats delays nobody's query. This process imports the standard library only, and
+So the server's own event loop has few connections, however many hosts there are, and the reading
+of thousands of heartbeats delays no other request. This process imports the standard library only, and
 knows of HTTP just enough for heartbeats: a connection with any other request is returned to the
 server. `agent_worker` starts the process, which ends when the server ends.
 
@@ -84,7 +84,8 @@ def take_frames(received: bytearray) -> Iterator[WorkerFrame]:
             if len(received) < body_at + sizes[1]:
                 break
             at = body_at + sizes[1]
-            head, body = bytes(received[head_at:body_at]), bytes(received[body_at:at])
+            head = bytes(received[head_at:body_at])
+            body = bytes(received[body_at:at])
             yield WorkerFrame(kind, number, uid, arrived_at, head, body)
     finally:
         del received[:at]
@@ -245,7 +246,7 @@ class ConnectionWorker:
         if connection is None:
             return
         if events & select.EPOLLOUT:
-            self._send_rest(connection)
+            self._send_unsent(connection)
         if not events & ~select.EPOLLOUT or fd not in self._by_fd:
             return
         try:
@@ -296,9 +297,9 @@ class ConnectionWorker:
         connection = self._by_number.get(frame.number)
         if connection is not None:
             connection.unsent = frame.body
-            self._send_rest(connection)
+            self._send_unsent(connection)
 
-    def _send_rest(self, connection: _Connection) -> None:
+    def _send_unsent(self, connection: _Connection) -> None:
         """Sends what the connection takes of the response; another request may follow it."""
         try:
             connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
@@ -341,9 +342,10 @@ class ConnectionWorker:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the server ends this process
-    packets_fd, stream_fd, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    packets_fd, stream_fd = map(int, sys.argv[1:3])
+    options = WorkerOptions(**json.loads(sys.argv[3]))
     with socket.socket(fileno=packets_fd) as packets, socket.socket(fileno=stream_fd) as stream:
-        worker = ConnectionWorker(packets, stream, WorkerOptions(**json.loads(options)))
+        worker = ConnectionWorker(packets, stream, options)
         with contextlib.closing(worker), contextlib.suppress(ConnectionError):
             worker.run()
 

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hangwatch.diagnosis import Diagnosis, EvidenceRequest, choose_window
+from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.kinds import select_kinds
 from hangwatch.model.limits import Limits
 from hangwatch.protocol.commands import Command
@@ -74,14 +74,14 @@ STILL_AFTER_S = 3.0
 RECENT_CHANGES_S = 5.0
 # A verdict is new for this long after its onset, and may become more precise after it is due.
 FRESH_VERDICT_S = 10.0
-# The pause grows by its own length for each of these seconds that heartbeats have been queued.
+# The pause grows by its own length for each such time that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
 def find_interval_s(hosts: int, late_s: float = 0.0, least_s: float = MIN_INTERVAL_S) -> float:
-    """Seconds between two heartbeats of one of these hosts. ``late_s``: the event loop's lateness,
-    with which it grows on a server that lacks CPU time.
+    """Seconds between two heartbeats of each of ``hosts``. The interval grows with the event loop's
+    lateness, ``late_s``, on a server that lacks CPU time.
     """
     affordable_s = max(least_s, hosts / USUAL_HEARTBEATS_PER_S) * (1 + 10 * late_s)
     return min(affordable_s, max(MAX_USUAL_INTERVAL_S, hosts / MAX_HEARTBEATS_PER_S))
@@ -155,14 +155,15 @@ class ReportScheduler:
         self, agent: str, now: float, *, commands: tuple[Command, ...], needs_resync: bool
     ) -> HeartbeatReply:
         """The reply to an agent's heartbeat, with the time and the manner of its next one."""
-        shared, hosts = self.shared, self.shared.agents.reporting_count
+        shared = self.shared
+        hosts = shared.agents.reporting_count
         usual_s = self.interval_s
         interval_s = find_slot_wait_s(agent, usual_s, now)
         details_s = steady_s = None
         is_awaited = True
         is_traced = shared.traces.is_agent_traced(agent)
         if is_traced or shared.commands.has_open_request(agent):
-            busy = len(shared.traces.sessions) if is_traced else shared.commands.busy_agent_count
+            busy = len(shared.traces.requests) if is_traced else shared.commands.busy_agent_count
             requested_s = find_interval_s(busy, shared.load.late_s, REQUESTED_INTERVAL_S)
             interval_s = min(interval_s, requested_s)
         elif (is_suspected := agent in self.suspected) or shared.fleet.is_urgent(agent):
@@ -172,7 +173,8 @@ class ReportScheduler:
                 interval_s = min(interval_s, PRESSING_INTERVAL_S)
         else:
             is_awaited = False
-            details_s, steady_s = find_terse_time_s(agent, usual_s, now), self.steady_s
+            details_s = find_terse_time_s(agent, usual_s, now)
+            steady_s = self.steady_s
         shared.agents[agent].is_awaited = is_awaited
         has_slots = usual_s >= RARE_INTERVAL_S
         return HeartbeatReply(
@@ -197,22 +199,6 @@ class ReportScheduler:
         """Makes agents report sooner for a while: their next heartbeats may decide a verdict."""
         self.suspected |= dict.fromkeys(agents, now + SUSPECTED_S)
 
-    def request_urgent_evidence(self, agent: str, now: float) -> None:
-        """Requests evidence from an agent of a large attempt without waiting for the diagnosis: the
-        next one may start seconds later, and the agent's next heartbeat may be as late.
-        """
-        for process in self.shared.fleet.list_processes(agent):
-            attempt, rank = process.attempt, process.rank
-            requests: list[EvidenceRequest] = []
-            if process.needs_wait_sample:
-                attempt.has_urgent_changes = True
-                requests.append(EvidenceRequest(rank=rank, stacks=True))
-            for stream, divergence in process.iter_new_sides():
-                window = choose_window(divergence)
-                requests.append(EvidenceRequest.for_calls(rank, stream, window))
-            if requests and is_large(attempt.rank_count):
-                self.shared.commands.request_evidence(attempt, requests, now)
-
     def start_round(self, now: float) -> None:
         """Starts a new round of diagnosis, with new limits on how many agents report sooner."""
         self._pressing_counts.clear()
@@ -227,15 +213,11 @@ class DiagnosisBackoff:
     stall_after_s: float
     _until: float = 0.0  # no diagnosis before this time
     _changes_until: float = 0.0  # no diagnosis of urgent changes before this time
-    _changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
+    changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
 
     def skips_diagnosis(self, now: float) -> bool:
         """True if the attempt must not be diagnosed yet."""
         return now < (self._changes_until if self.attempt.has_urgent_changes else self._until)
-
-    def record_changes(self, now: float) -> None:
-        """Records that a diagnosis begins after urgent changes."""
-        self._changed_at = now
 
     def record_diagnosis(
         self, diagnosis: Diagnosis, spent_s: float, waited_s: float, now: float
@@ -259,7 +241,7 @@ class DiagnosisBackoff:
 
     def _awaits_reports(self, diagnosis: Diagnosis, now: float) -> bool:
         """Whether the reports of the next seconds may decide a verdict."""
-        if now - self._changed_at < RECENT_CHANGES_S:
+        if now - self.changed_at < RECENT_CHANGES_S:
             # A verdict on what has just begun has probably taken the changes into account.
             return not any(
                 verdict.is_confirmed and now - verdict.began_at < FRESH_VERDICT_S

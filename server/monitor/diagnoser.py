@@ -7,7 +7,8 @@ the next diagnosis should take into account, and `DiagnosisBackoff` decides when
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,13 +19,13 @@ from hangwatch.diagnosis import (
     find_call_mismatches,
     is_quiet,
 )
-from hangwatch.model.ranks import AttemptKey
-from hangwatch.model.verdicts import Verdict
+from hangwatch.model.ranks import AttemptKey, RankState
 from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 
 from ..core import load
+from ..core.job_views import JobView
 from ..core.limits import is_large
 from ..ingest.heartbeat_queue import HeartbeatQueue
 from ..shared_state import SharedState
@@ -33,18 +34,37 @@ from .cadence import DiagnosisBackoff, ReportScheduler
 MAX_CALLS_WAIT_S = 3.0  # the longest delay of a large attempt's diagnosis for requested calls
 # Heartbeats that are queued are applied for at least this long before a large attempt is diagnosed.
 MIN_APPLY_QUEUED_S = 1.0
+MAX_STEP_SAMPLES = 60
+MIN_SPAN_S = 2.0  # the training speed needs this time between the first and the last sample
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class DiagnosedAttempt:
-    """What is kept of one attempt from one diagnosis to the next."""
+class AttemptRecord:
+    """What is kept of one attempt from one round to the next. Times are monotonic."""
 
     backoff: DiagnosisBackoff
     unexplained_wait: UnexplainedWait | None = None
     has_failed: bool = False  # the last diagnosis raised an exception
     calls_requested_at: float | None = None  # set while the diagnosis waits for these calls
+    # What was last published. For a large attempt, pages and the API show it as well.
+    rank_states: dict[int, RankState] = field(default_factory=dict)
+    large_job: JobView | None = None  # None for a small attempt
+    job_state: str = ""  # as the last event on the job said
+    states_due_at: float = 0.0  # the states of a large attempt are not read before this time
+    # Step numbers, and when they were sampled.
+    steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEP_SAMPLES))
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The training speed over the last minute at most; None while too little is known."""
+        if not self.steps:
+            return None
+        began_at, first_step = self.steps[0]
+        ended_at, last_step = self.steps[-1]
+        span_s = ended_at - began_at
+        return max(0.0, (last_step - first_step) / span_s) if span_s >= MIN_SPAN_S else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,19 +72,22 @@ class Diagnoser:
     shared: SharedState
     report_scheduler: ReportScheduler
     heartbeat_queue: HeartbeatQueue
-    # What is kept of each attempt that was diagnosed.
-    diagnosed: dict[AttemptKey, DiagnosedAttempt] = field(default_factory=dict)
+    attempts: dict[AttemptKey, AttemptRecord] = field(default_factory=dict)
     # The seconds of the current round spent on large attempts, which have a backoff of their own.
     large_attempts_s: float = 0.0
 
+    def get_record(self, attempt: Attempt) -> AttemptRecord:
+        if attempt.key not in self.attempts:
+            stall_after_s = self.report_scheduler.configured_limits.stall_after_s
+            backoff = DiagnosisBackoff(attempt, stall_after_s)
+            self.attempts[attempt.key] = AttemptRecord(backoff=backoff)
+        return self.attempts[attempt.key]
+
     async def diagnose_attempt(self, attempt: Attempt) -> None:
         """Updates the attempt's incidents, unless its backoff or requested calls delay that."""
-        shared, last = self.shared, self.diagnosed.get(attempt.key)
-        if last is None:
-            stall_after_s = self.report_scheduler.configured_limits.stall_after_s
-            last = DiagnosedAttempt(backoff=DiagnosisBackoff(attempt, stall_after_s))
-            self.diagnosed[attempt.key] = last
-        if last.backoff.skips_diagnosis(shared.clock.monotonic()):
+        shared = self.shared
+        last = self.get_record(attempt)
+        if last.backoff.skips_diagnosis(shared.now()):
             return
         if (
             attempt.diverged_groups
@@ -74,7 +97,7 @@ class Diagnoser:
             return
         if attempt.has_urgent_changes:
             attempt.has_urgent_changes = False
-            last.backoff.record_changes(shared.clock.monotonic())
+            last.backoff.changed_at = shared.now()
         known_incidents = set(shared.incidents.records)
         has_failed = True
         with shared.failures.isolate(f"the diagnosis of job {attempt.job}"):
@@ -84,12 +107,13 @@ class Diagnoser:
         shared.counters.diagnoses += 1
         shared.counters.opened += len(set(shared.incidents.records) - known_incidents)
 
-    async def _run_diagnosis(self, attempt: Attempt, last: DiagnosedAttempt) -> None:
-        shared, limits = self.shared, self.report_scheduler.limits
+    async def _run_diagnosis(self, attempt: Attempt, last: AttemptRecord) -> None:
+        shared = self.shared
+        limits = self.report_scheduler.limits
 
         def update_incidents() -> Diagnosis:
             # Heartbeats that were applied before the work began count as received.
-            now = shared.clock.monotonic()
+            now = shared.now()
             diagnosis = diagnose(attempt, now, limits)
             shared.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
             return diagnosis
@@ -98,30 +122,25 @@ class Diagnoser:
         if not is_quiet(attempt) or shared.incidents.list_open(attempt):
             apply_queued_s = max(MIN_APPLY_QUEUED_S, shared.load.waited_s / 3)
             diagnosis, spent_s = await self.read_attempt(attempt, update_incidents, apply_queued_s)
+        shared.counters.diagnosis_s += spent_s
         last.unexplained_wait = diagnosis.unexplained_wait
-        now = shared.clock.monotonic()
+        now = shared.now()
         last.backoff.record_diagnosis(diagnosis, spent_s, shared.load.waited_s, now)
         shared.commands.request_evidence(attempt, diagnosis.requests, now)
-        self._suspect_agents(attempt, diagnosis.verdicts, now)
-        shared.counters.diagnosis_s += spent_s
-
-    def _suspect_agents(self, attempt: Attempt, verdicts: Iterable[Verdict], now: float) -> None:
-        """Makes the hosts of the ranks in the verdicts report sooner."""
+        # The hosts of the verdicts' ranks report sooner. If there is no culprit, the next reports of
+        # the ranks inside the verdict's calls decide.
         ranks: set[int] = set()
-        for verdict in verdicts:
-            # The next reports of the ranks inside the verdict's calls decide if there is no culprit.
+        for verdict in diagnosis.verdicts:
             ranks.update(verdict.culprits or (r for call in verdict.calls for r in call.ranks))
-        if len(ranks) > MAX_URGENT_SUSPECTS:
-            return  # most of so many ranks have only not reported yet
-        processes = (attempt.processes.get(rank) for rank in ranks)
-        agents = {process.agent for process in processes if process is not None}
-        self.report_scheduler.suspect_agents(agents, now)
+        if len(ranks) <= MAX_URGENT_SUSPECTS:  # most of more ranks have only not reported yet
+            agents = {process.agent for process in attempt.find_processes(ranks)}
+            self.report_scheduler.suspect_agents(agents, now)
 
-    def _awaits_diverged_calls(self, attempt: Attempt, last: DiagnosedAttempt) -> bool:
+    def _awaits_diverged_calls(self, attempt: Attempt, last: AttemptRecord) -> bool:
         """Requests the calls at which groups diverge. True while the diagnosis should wait for these
         calls: it takes seconds for a large attempt, and would be inconclusive without them.
         """
-        now = self.shared.clock.monotonic()
+        now = self.shared.now()
         groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
         requests = [
             EvidenceRequest.for_calls(
@@ -145,22 +164,17 @@ class Diagnoser:
         took. For a large attempt it runs in a thread, while heartbeats wait: those that are queued
         are applied before, for up to ``apply_queued_s`` seconds.
         """
+
+        def measure() -> tuple[T, float]:
+            started_at = time.thread_time()
+            result = work()
+            return result, time.thread_time() - started_at
+
         if not is_large(attempt.rank_count):
-            return _measure(work)
-
-        def measure_without_collection() -> tuple[T, float]:
-            with load.paused_collection():
-                return _measure(work)
-
+            return measure()
         started_at = time.perf_counter()
         try:
             run = self.heartbeat_queue.run_exclusively
-            return await run(measure_without_collection, apply_queued_s)
+            return await run(load.paused_collection()(measure), apply_queued_s)
         finally:
             self.large_attempts_s += time.perf_counter() - started_at
-
-
-def _measure(work: Callable[[], T]) -> tuple[T, float]:
-    started_at = time.thread_time()
-    result = work()
-    return result, time.thread_time() - started_at

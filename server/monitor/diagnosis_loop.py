@@ -1,5 +1,5 @@
 """The loop that diagnoses every job at short intervals, reports what changed, and drops attempts and
-node agents that are no longer needed in memory.
+node agents that need not stay in memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class DiagnosisLoop:
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
-        diagnoser, has_changes = self.diagnoser, self.shared.has_changes
+        diagnoser = self.diagnoser
+        has_changes = self.shared.has_changes
         while True:
             started_at = time.perf_counter()
             diagnoser.large_attempts_s = 0.0
@@ -59,16 +60,18 @@ class DiagnosisLoop:
             spent_s = time.perf_counter() - started_at - diagnoser.large_attempts_s
             has_changes.clear()
             if await wait_for_event(ROUND_INTERVAL_S, has_changes):
-                # However many hosts report, most of the time is left for their heartbeats.
+                # However many hosts report, their heartbeats have most of the time.
                 await asyncio.sleep(max(MIN_PAUSE_S, DECIDING_FACTOR * spent_s))
 
     async def run_round(self) -> None:
         """Diagnoses the current attempts and reports all changes, whatever fails in one of them."""
         if self.job_claims is not None:
             await self.job_claims.confirm_jobs()
-        shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
-        scheduler, isolate = self.diagnoser.report_scheduler, shared.failures.isolate
-        now = shared.clock.monotonic()
+        shared = self.shared
+        fleet, incidents = shared.fleet, shared.incidents
+        scheduler = self.diagnoser.report_scheduler
+        isolate = shared.failures.isolate
+        now = shared.now()
         current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
         for attempt in current:
@@ -77,7 +80,7 @@ class DiagnosisLoop:
                 if not attempt.is_finished or silent_s < DIAGNOSED_AFTER_END_S:
                     await self.diagnoser.diagnose_attempt(attempt)
                     incidents.resolve_earlier_attempts(attempt, now, current_keys)
-        now = shared.clock.monotonic()
+        now = shared.now()
         with isolate("resolving the incidents of finished jobs"):
             incidents.resolve_finished_jobs(fleet, now)
         if self.aborter is not None:
@@ -104,7 +107,6 @@ class Retention:
     shared: SharedState
     persistence: PersistenceWorker
     diagnoser: Diagnoser
-    publisher: ChangePublisher
     _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
@@ -133,17 +135,17 @@ class Retention:
             self._large_dropped.append(attempt)
         else:
             fleet.drop_processes(attempt, len(attempt.processes))
-        self.publisher.attempts.pop(attempt.key, None)
-        self.diagnoser.diagnosed.pop(attempt.key, None)
+        self.diagnoser.attempts.pop(attempt.key, None)
         self.shared.performance.attempts.pop(attempt.key, None)
         self.persistence.forget_attempt(attempt.key)
 
     def _find_expired(self, now: float) -> list[Attempt]:
+        attempts = self.shared.fleet.attempts
         # The keys are sorted by job and number, so that each job's last number remains.
-        latest_numbers = {key.job: key.number for key in sorted(self.shared.fleet.attempts)}
+        latest_numbers = {key.job: key.number for key in sorted(attempts)}
         expired: list[Attempt] = []
         finished_count = process_count = 0
-        for attempt in sorted(self.shared.fleet.attempts.values(), key=lambda a: -a.last_seen_at):
+        for attempt in sorted(attempts.values(), key=lambda a: -a.last_seen_at):
             is_succeeded = attempt.number != latest_numbers[attempt.job]
             silent_s = now - attempt.last_seen_at
             # The exit of ranks on a lost host is never reported.
@@ -173,4 +175,3 @@ class Retention:
                     await asyncio.sleep(0)
                     slice_ends_at = time.perf_counter() + SLICE_S
             self._large_dropped.pop()
-        self._dropping = None

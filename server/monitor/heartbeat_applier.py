@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hangwatch.diagnosis import EvidenceRequest, choose_window
 from hangwatch.protocol import heartbeat
 
 from ..core import load
+from ..core.limits import is_large
 from ..ingest.heartbeat_checks import drop_foreign_reports
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
@@ -24,8 +26,10 @@ class HeartbeatApplier:
     def apply_heartbeat(
         self, beat: heartbeat.Heartbeat, urgent: bool = False
     ) -> heartbeat.HeartbeatReply:
-        shared, scheduler = self.shared, self.report_scheduler
-        counters, now = shared.counters, shared.clock.monotonic()
+        shared = self.shared
+        scheduler = self.report_scheduler
+        counters = shared.counters
+        now = shared.now()
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
@@ -36,25 +40,7 @@ class HeartbeatApplier:
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
         counters.resyncs += needs_resync
         shared.performance.apply_heartbeat(beat, shared.fleet, now)
-        self._apply_replies(beat, now)
-        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
-            shared.has_changes.set()
-        if beat.processes:
-            scheduler.request_urgent_evidence(beat.agent, now)
-        scheduler.record_heartbeat(beat.agent, urgent, now)
-        commands = shared.commands.take_unsent(beat.agent)
-        commands += shared.traces.build_commands(beat.agent, now)
-        return scheduler.make_reply(beat.agent, now, commands=commands, needs_resync=needs_resync)
-
-    def refuse_heartbeat(self, agent_id: str | None) -> None:
-        """Counts a heartbeat refused because of the load. Its agent and ranks are not lost."""
-        self.shared.counters.refused += 1
-        if agent_id is not None:
-            self.shared.fleet.mark_refused(agent_id, self.shared.clock.monotonic())
-
-    def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
-        """Applies the replies to earlier commands."""
-        shared = self.shared
+        # Replies to earlier commands.
         answered = {sample.request for sample in beat.samples}
         answered.update(reply.request for reply in beat.calls)
         answered.update(reply.request for reply in beat.hardware)
@@ -64,3 +50,28 @@ class HeartbeatApplier:
         shared.traces.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.orders.apply_replies(beat.aborts)
+        # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
+        # may be as late: what it will need is requested now.
+        for process in shared.fleet.list_processes(beat.agent) if beat.processes else ():
+            attempt = process.attempt
+            rank = process.rank
+            requests: list[EvidenceRequest] = []
+            if process.needs_wait_sample:
+                attempt.has_urgent_changes = True
+                requests.append(EvidenceRequest(rank=rank, stacks=True))
+            for stream, divergence in process.iter_new_sides():
+                window = choose_window(divergence)
+                requests.append(EvidenceRequest.for_calls(rank, stream, window))
+            if requests and is_large(attempt.rank_count):
+                shared.commands.request_evidence(attempt, requests, now)
+        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
+            shared.has_changes.set()
+        scheduler.record_heartbeat(beat.agent, urgent, now)
+        commands = shared.commands.take_unsent(beat.agent)
+        return scheduler.make_reply(beat.agent, now, commands=commands, needs_resync=needs_resync)
+
+    def refuse_heartbeat(self, agent_id: str | None) -> None:
+        """Counts a heartbeat refused because of the load. Its agent and ranks are not lost."""
+        self.shared.counters.refused += 1
+        if agent_id is not None:
+            self.shared.fleet.mark_refused(agent_id, self.shared.now())

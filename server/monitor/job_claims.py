@@ -63,7 +63,7 @@ class JobClaims:
         if not jobs:
             return None
         job = jobs[0]  # all other jobs of the host follow it
-        self._used_at[job] = self.shared.clock.monotonic()
+        self._used_at[job] = self.shared.now()
         if job in self._held:
             return None
         self._wanted.add(job)
@@ -74,8 +74,8 @@ class JobClaims:
         """Returns once it is known which jobs this server still has. If it was stopped for a while,
         another server may have taken them over, and what this one knows of them is out of date.
         """
-        give_up_at = self.shared.clock.monotonic() + CONFIRM_WAIT_S
-        while self._held and give_up_at > (now := self.shared.clock.monotonic()):
+        give_up_at = self.shared.now() + CONFIRM_WAIT_S
+        while self._held and give_up_at > (now := self.shared.now()):
             if now - self._confirmed_at < CONFIRMED_S:
                 return
             self._wake.set()
@@ -94,7 +94,7 @@ class JobClaims:
 
     async def _update_claims(self) -> None:
         wanted, self._wanted = self._wanted, set()
-        began_at = self.shared.clock.monotonic()
+        began_at = self.shared.now()
         try:
             locked = await asyncio.to_thread(self.locks.hold_locks, self._held | wanted)
             await self._apply_locks(wanted, locked)
@@ -112,16 +112,23 @@ class JobClaims:
         self._confirmed_at = began_at
 
     async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
+        fleet, incidents = self.shared.fleet, self.shared.incidents
         self.foreign = (self.foreign | self._held | wanted) - locked
         for job in self._held - locked:
             log.warning("another server has taken job %s over", job)
-            self._give_up_job(job)
+            for attempt in list(fleet.attempts.values()):
+                if get_family(attempt.job) == job:
+                    self.drop_attempt(attempt)
+            # The job's incidents stay open: the other server has them now.
+            for record in incidents.records.values():
+                if record.is_live and get_family(record.incident.job) == job:
+                    record.is_own = False
+                    self.persistence.forget_incident(record.incident.id)
         self._held &= locked
         self._adopted &= locked
         for job in locked - self._adopted:
-            # From here on, it continues as after a restart of the server that had the job.
+            # The job continues as after a restart of the server that had it.
             history = await asyncio.to_thread(self.persistence.store.adopt_job, job)
-            incidents, fleet = self.shared.incidents, self.shared.fleet
             incidents.load_records(history.incidents)
             incidents.changed.update(record.incident.id for record in history.incidents)
             self.persistence.resume_deliveries(history.deliveries)
@@ -129,8 +136,8 @@ class JobClaims:
             restore_former_attempts(self.shared, unknown)
             self._adopted.add(job)
             self._held.add(job)
-        running = {get_family(key.job) for key in self.shared.fleet.attempts}
-        oldest_at = self.shared.clock.monotonic() - UNUSED_S
+        running = {get_family(key.job) for key in fleet.attempts}
+        oldest_at = self.shared.now() - UNUSED_S
         for job, used_at in list(self._used_at.items()):
             if used_at >= oldest_at or job in running:
                 continue
@@ -138,18 +145,6 @@ class JobClaims:
             del self._used_at[job]
             for jobs in (self._held, self._adopted, self.foreign):
                 jobs.discard(job)
-
-    def _give_up_job(self, family: str) -> None:
-        """Forgets the ranks of a job that this server has lost, for example because it was stopped.
-        Closes nothing: the other server has the job's incidents now.
-        """
-        for attempt in list(self.shared.fleet.attempts.values()):
-            if get_family(attempt.job) == family:
-                self.drop_attempt(attempt)
-        for record in self.shared.incidents.records.values():
-            if record.is_live and get_family(record.incident.job) == family:
-                record.is_own = False
-                self.persistence.forget_incident(record.incident.id)
 
 
 def restore_former_attempts(shared: SharedState, attempts: Iterable[AttemptView]) -> None:

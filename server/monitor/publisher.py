@@ -5,12 +5,12 @@ change goes to the readers of events and to the database; alerts go out when the
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 
-from hangwatch.model.ranks import AttemptKey, RankState
+from hangwatch.model.ranks import RankState
 from hangwatch.report.documents import build_incident_event
 from hangwatch.tracking.attempt import Attempt
 
@@ -27,43 +27,7 @@ from .diagnoser import Diagnoser
 StateChanges = dict[tuple[RankState | None, RankState], list[int]]
 
 MAX_ALERT_DELAY_S = 1.5  # the longest wait of an alert for its culprits' stacks
-SAMPLE_INTERVAL_S = 1.0
-MAX_SAMPLES = 60
-MIN_SPAN_S = 2.0  # a pace needs this time between the first and the last sample
-
-
-@dataclass(slots=True)
-class Pace:
-    """The training speed of an attempt, from samples of its step number. Times are monotonic."""
-
-    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-
-    def record_step(self, step: int | None, now: float) -> None:
-        if step is not None and (
-            not self._samples or now - self._samples[-1][0] >= SAMPLE_INTERVAL_S
-        ):
-            self._samples.append((now, step))
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """The pace over the last minute at most; None while too little is known."""
-        if not self._samples:
-            return None
-        began_at, first_step = self._samples[0]
-        ended_at, last_step = self._samples[-1]
-        span_s = ended_at - began_at
-        return max(0.0, (last_step - first_step) / span_s) if span_s >= MIN_SPAN_S else None
-
-
-@dataclass(slots=True, kw_only=True)
-class PublishedAttempt:
-    """What was last published of an attempt. For a large one, pages and the API show it as well."""
-
-    rank_states: dict[int, RankState] = field(default_factory=dict)
-    large_job: JobView | None = None  # None for a small attempt
-    job_state: str = ""  # as the last event on the job said
-    pace: Pace = field(default_factory=Pace)
-    paused_until: float = 0.0  # the states of a large attempt are not read before this time
+SAMPLE_INTERVAL_S = 1.0  # the interval of the samples of a job's step number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +38,6 @@ class ChangePublisher:
     persistence: PersistenceWorker
     diagnoser: Diagnoser
     repeat_after_s: float
-    attempts: dict[AttemptKey, PublishedAttempt] = field(
-        default_factory=lambda: defaultdict(PublishedAttempt)
-    )
 
     async def publish_incidents(self, last_round_at: float) -> None:
         """Stores and publishes the incidents that changed in this round."""
@@ -93,15 +54,16 @@ class ChangePublisher:
 
     def send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
-        wall, isolate = self.shared.clock.wall(), self.shared.failures.isolate
-        for record in self.shared.incidents.records.values():
-            with isolate(f"the alerts of incident {record.incident.id}"):
-                attempt = self.shared.fleet.attempts.get(record.attempt_key)
+        shared = self.shared
+        wall = shared.clock.wall()
+        for record in shared.incidents.records.values():
+            with shared.failures.isolate(f"the alerts of incident {record.incident.id}"):
+                attempt = shared.fleet.attempts.get(record.attempt_key)
                 event = take_due_event(
                     record,
                     ready=now - record.opened_at >= MAX_ALERT_DELAY_S
                     or attempt is None
-                    or not self.shared.awaits_stacks(record, attempt),
+                    or not shared.awaits_stacks(record, attempt),
                     hangs_on=attempt is not None and not attempt.is_finished,
                     now=wall,
                     repeat_after=self.repeat_after_s,
@@ -111,9 +73,10 @@ class ChangePublisher:
 
     async def publish_states(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state changed since the last round."""
-        shared, published = self.shared, self.attempts[attempt.key]
-        now = shared.clock.monotonic()
-        if now < published.paused_until:
+        shared = self.shared
+        published = self.diagnoser.get_record(attempt)
+        now = shared.now()
+        if now < published.states_due_at:
             return
         records = shared.incidents.list_open(attempt)
         lost_after_s = self.diagnoser.report_scheduler.limits.lost_after_s
@@ -134,7 +97,7 @@ class ChangePublisher:
         published.rank_states = states
         if is_large(attempt.rank_count):
             published.large_job = job
-            published.paused_until = shared.clock.monotonic() + STATES_FACTOR * spent_s
+            published.states_due_at = shared.now() + STATES_FACTOR * spent_s
         # All ranks with the same change share one event: thousands may change in one round.
         for (before, state), ranks in changes.items():
             event = {
@@ -160,7 +123,10 @@ class ChangePublisher:
                 )
             )
         if is_latest:
-            published.pace.record_step(job.step, now)
+            steps = published.steps
+            is_due = not steps or now - steps[-1][0] >= SAMPLE_INTERVAL_S
+            if job.step is not None and is_due:
+                steps.append((now, job.step))
             if published.job_state != job.state:
                 published.job_state = job.state
                 shared.events.publish_event("job", msgspec.to_builtins(job))

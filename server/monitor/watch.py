@@ -46,18 +46,13 @@ class Watch:
             report_scheduler=self.report_scheduler,
             heartbeat_queue=self.heartbeat_queue,
         )
-        self.publisher = ChangePublisher(
+        publisher = ChangePublisher(
             shared=shared,
             persistence=persistence,
             diagnoser=self.diagnoser,
             repeat_after_s=settings.repeat_interval,
         )
-        retention = Retention(
-            shared=shared,
-            persistence=persistence,
-            diagnoser=self.diagnoser,
-            publisher=self.publisher,
-        )
+        retention = Retention(shared=shared, persistence=persistence, diagnoser=self.diagnoser)
         self.job_claims: JobClaims | None = None  # None: no other server shares the database
         if (locks := store.job_locks) is not None:
             self.job_claims = JobClaims(
@@ -69,7 +64,7 @@ class Watch:
         self.loop = DiagnosisLoop(
             shared=shared,
             diagnoser=self.diagnoser,
-            publisher=self.publisher,
+            publisher=publisher,
             retention=retention,
             aborter=aborter,
             job_claims=self.job_claims,

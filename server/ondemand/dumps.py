@@ -10,16 +10,19 @@ from pydantic import AwareDatetime, ConfigDict, Field
 
 from hangwatch.model.incidents import MergedStack
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
-from ..core.clock import ulid
 from ..core.schema import ApiModel, AsDocument
 from ..incidents import evidence
-from .requests import KeptRequest, RankReply, RequestRegistry
+from .requests import RankReply, RankRequest, RequestRegistry
 
 REPLY_TIMEOUT_S = 30.0  # a node agent runs py-spy on two processes at a time
+_TIMEOUT_ERROR = (
+    f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the hangwatch agent"
+    " runs on its host"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,20 +31,15 @@ class RankDump(RankReply):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RequestedDump(KeptRequest[RankDump]):
+class RequestedDump(RankRequest[RankDump]):
     """The stacks of some ranks, as far as they have arrived."""
 
     native: bool
 
-    def describe_timeout(self, reply: RankDump) -> str:
-        return (
-            f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
-            " hangwatch agent runs on its host"
-        )
-
 
 class DumpRegistry(RequestRegistry[RequestedDump]):
     NAME = "dump"
+    KIND = CommandKind.STACKS
     MAX_KEPT = 50
     EXITED = "has exited: it has no stack"
 
@@ -49,32 +47,17 @@ class DumpRegistry(RequestRegistry[RequestedDump]):
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
     ) -> RequestedDump:
         """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
-        dump = RequestedDump(
-            id=ulid(self.clock.wall()),
-            job=attempt.job,
-            attempt=attempt.number,
-            created_at=self.clock.date(now),
-            native=native,
-        )
+        dump = RequestedDump(**self.identify_request(attempt, now), native=native)
         for rank in dict.fromkeys(ranks):
-            process = attempt.processes[rank]
-            reply = RankDump(rank=rank, deadline=now + REPLY_TIMEOUT_S)
-            command = Command(
-                id=ulid(self.clock.wall()),
-                kind=CommandKind.STACKS,
-                key=process.key,
-                native=native,
-            )
-            self.add_rank(dump, reply, process, command, now)
+            deadline = now + REPLY_TIMEOUT_S
+            reply = RankDump(rank=rank, deadline=deadline, timeout_error=_TIMEOUT_ERROR)
+            self.add_rank(dump, reply, attempt.processes[rank], now, native=native)
         self.keep_request(dump)
         return dump
 
     def apply_samples(self, samples: Sequence[heartbeat.StackReply], now: float) -> None:
         """Applies the replies of a heartbeat."""
-        for reply in samples:
-            if reply.request not in self.replies_by_command:
-                continue
-            _, dumped = self.replies_by_command[reply.request]
+        for _, dumped, reply in self.match_replies(samples):
             sample = StackSample.from_reply(reply, now)
             caller = sample.calling_thread
             threads = sorted(sample.threads, key=lambda thread: thread is not caller)

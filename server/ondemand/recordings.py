@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
@@ -15,9 +15,8 @@ from hangwatch.stacks.profile import Profile, unpack_profile
 from hangwatch.stacks.trees import FunctionTime, build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.clock import ulid
 from ..core.schema import ApiModel, AsDocument
-from .requests import KeptRequest, RankReply, RequestRegistry
+from .requests import RankReply, RankRequest, RequestRegistry
 
 START_TIMEOUT_S = 30.0  # a node agent of a large job reports every 20 s, and begins after that
 # The time allowed for one rank beyond the recorded time; a node records one rank after the other.
@@ -25,27 +24,69 @@ OVERHEAD_S = 25.0
 NATIVE_OVERHEAD_S = 60.0
 MAX_KEPT_BYTES = 64 << 20  # all kept profiles together
 MAX_RECORDED_RANKS = 64  # ranks of one recording
+_TIMEOUT_ERROR = (
+    "its node agent did not {} in time: check that the hangwatch agent runs on its host"
+)
 
 RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # one rank's
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRecording(RankReply):
-    agent: str
     status: str = "waiting"  # a `RecordingStatus`
     reply: commands.RecordingReply | None = None
-    # The document of the profile is made on the first request, since that takes a while.
-    document: RecordedRank | None = None
+    # These are made of the profile when they are first requested, since that takes a while.
+    is_unpacked: bool = False
+    note: str = ""
+    seconds: float = 0.0
+    threads: list[ThreadTime] = field(default_factory=list)
+    idle_threads: int = 0
 
     @property
     def profile(self) -> str:
         """The packed profile; empty if there is none."""
         return "" if self.reply is None else self.reply.profile
 
+    def unpack(self, reply: commands.RecordingReply) -> None:
+        """Fills in what the reply's profile shows, or why it cannot be read."""
+        try:
+            profile = unpack_profile(reply.profile)
+        except ValueError as error:
+            self.status = "failed"
+            self.error = (
+                f"its node agent's reply is not understood ({error}): install the same release of"
+                " hangwatch on both sides"
+            )
+            return
+        self.seconds = reply.seconds
+        self.note = reply.note
+        if not reply.note and profile.dropped_samples:
+            self.note = f"{profile.dropped_samples} samples of rare stacks were dropped"
+        self.threads = [
+            ThreadTime(
+                thread=thread.thread,
+                main=thread.is_main,
+                samples=thread.sample_count,
+                hottest=[
+                    HotFunction(
+                        function=frame.function, file=frame.file, line=frame.line, samples=samples
+                    )
+                    for frame, samples in find_hottest_functions(thread.stacks)
+                ],
+                tree=list(build_call_tree(thread.stacks)),
+            )
+            for thread in profile.shown_threads
+        ]
+        self.idle_threads = len(profile.threads) - len(profile.shown_threads)
+        self.is_unpacked = True
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RequestedRecording(KeptRequest[RankRecording]):
-    request: RecordingRequest
+class RequestedRecording(RankRequest[RankRecording]):
+    seconds: int
+    rate: int
+    native: bool
+    gil: bool
 
     @property
     def profile_bytes(self) -> int:
@@ -55,18 +96,12 @@ class RequestedRecording(KeptRequest[RankRecording]):
     @property
     def max_duration_s(self) -> float:
         """The longest time that the recording of one rank may take."""
-        return self.request.seconds + (NATIVE_OVERHEAD_S if self.request.native else OVERHEAD_S)
-
-    def describe_timeout(self, reply: RankRecording) -> str:
-        action = "begin" if reply.status == "waiting" else "end"
-        return (
-            f"its node agent did not {action} in time: check that the hangwatch agent runs"
-            " on its host"
-        )
+        return self.seconds + (NATIVE_OVERHEAD_S if self.native else OVERHEAD_S)
 
 
 class RecordingRegistry(RequestRegistry[RequestedRecording]):
     NAME = "recording"
+    KIND = commands.CommandKind.RECORD
     MAX_KEPT = 20
 
     def is_full(self) -> bool:
@@ -86,30 +121,19 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
         self, attempt: Attempt, request: RecordingRequest, now: float
     ) -> RequestedRecording:
         """Records ``request.ranks``, each of which must be in ``attempt.processes``."""
-        recording = RequestedRecording(
-            id=ulid(self.clock.wall()),
-            job=attempt.job,
-            attempt=attempt.number,
-            created_at=self.clock.date(now),
-            request=request,
-        )
+        options = request.model_dump(exclude={"job", "ranks"})
+        recording = RequestedRecording(**self.identify_request(attempt, now), **options)
         running_per_agent: Counter[str] = Counter()
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
             running_per_agent[process.agent] += process.exit is None
             longest_s = running_per_agent[process.agent] * recording.max_duration_s
-            deadline = now + START_TIMEOUT_S + longest_s
-            reply = RankRecording(rank=rank, agent=process.agent, deadline=deadline)
-            command = commands.Command(
-                id=ulid(self.clock.wall()),
-                kind=commands.CommandKind.RECORD,
-                key=process.key,
-                seconds=request.seconds,
-                rate=request.rate,
-                native=request.native,
-                gil=request.gil,
+            reply = RankRecording(
+                rank=rank,
+                deadline=now + START_TIMEOUT_S + longest_s,
+                timeout_error=_TIMEOUT_ERROR.format("begin"),
             )
-            self.add_rank(recording, reply, process, command, now)
+            self.add_rank(recording, reply, process, now, **options)
         self.keep_request(recording)
         return recording
 
@@ -119,26 +143,18 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
             process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
                 continue
-            command = commands.Command(
-                id=ulid(self.clock.wall()),
-                kind=commands.CommandKind.RECORD,
-                key=process.key,
-                stops=recorded.command_id,
-            )
-            self.command_queue.queue_command(process.agent, command, now)
+            self.command_queue.queue_command(process, self.KIND, now, stops=recorded.command_id)
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
     def apply_replies(self, replies: Sequence[commands.RecordingReply], now: float) -> None:
         """Applies the replies of a heartbeat. A repeated reply is ignored."""
-        for reply in replies:
-            if reply.request not in self.replies_by_command:
-                continue
-            recording, recorded = self.replies_by_command[reply.request]
+        for recording, recorded, reply in self.match_replies(replies):
             if not recorded.is_active:
                 continue
             if reply.begun:
                 recorded.status = "recording"
                 recorded.deadline = now + recording.max_duration_s
+                recorded.timeout_error = _TIMEOUT_ERROR.format("end")
             else:
                 recorded.reply = reply
                 recorded.error = reply.error
@@ -149,19 +165,10 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
 
 def describe_recording(recording: RequestedRecording) -> Recording:
     """The document of a recording. Unpacking its profiles takes a while: call this in a thread."""
-    request = recording.request
-    return Recording(
-        id=recording.id,
-        job=recording.job,
-        attempt=recording.attempt,
-        seconds=request.seconds,
-        rate=request.rate,
-        native=request.native,
-        gil=request.gil,
-        status=recording.status,
-        created_at=recording.created_at,
-        ranks=[_describe_rank(rank) for rank in recording.ranks],
-    )
+    for rank in recording.ranks:
+        if rank.reply is not None and rank.profile and not rank.is_unpacked:
+            rank.unpack(rank.reply)
+    return Recording.model_validate(recording, from_attributes=True)
 
 
 def unpack_profiles(recording: RequestedRecording) -> list[tuple[int, Profile]]:
@@ -172,51 +179,6 @@ def unpack_profiles(recording: RequestedRecording) -> list[tuple[int, Profile]]:
             with contextlib.suppress(ValueError):
                 profiles.append((rank.rank, unpack_profile(rank.profile)))
     return profiles
-
-
-def _describe_rank(rank: RankRecording) -> RecordedRank:
-    reply = rank.reply
-    if reply is None or not reply.profile:
-        return RecordedRank(rank=rank.rank, status=rank.status, error=rank.error)
-    if rank.document is None:
-        rank.document = _describe_profile(rank.rank, reply)
-    return rank.document
-
-
-def _describe_profile(rank: int, reply: commands.RecordingReply) -> RecordedRank:
-    try:
-        profile = unpack_profile(reply.profile)
-    except ValueError as error:
-        detail = (
-            f"its node agent's reply is not understood ({error}): install the same release of"
-            " hangwatch on both sides"
-        )
-        return RecordedRank(rank=rank, status="failed", error=detail)
-    note = reply.note
-    if not note and profile.dropped_samples:
-        note = f"{profile.dropped_samples} samples of rare stacks were dropped"
-    return RecordedRank(
-        rank=rank,
-        status="done",
-        note=note,
-        seconds=reply.seconds,
-        threads=[
-            ThreadTime(
-                thread=thread.thread,
-                main=thread.is_main,
-                samples=thread.sample_count,
-                hottest=[
-                    HotFunction(
-                        function=frame.function, file=frame.file, line=frame.line, samples=samples
-                    )
-                    for frame, samples in find_hottest_functions(thread.stacks)
-                ],
-                tree=list(build_call_tree(thread.stacks)),
-            )
-            for thread in profile.shown_threads
-        ],
-        idle_threads=len(profile.threads) - len(profile.shown_threads),
-    )
 
 
 class RecordingRequest(ApiModel):

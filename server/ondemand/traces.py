@@ -1,7 +1,7 @@
 """Traces calls as they are made: requests them from node agents and passes the replies to clients, as
 server-sent events.
 
-A server without clients that trace sends no requests, and a heartbeat only checks an empty list.
+A server without clients that trace sends no requests, and a heartbeat only checks an empty dict.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import CallKind, Command, CommandKind, TracedCall, TraceReply
+from hangwatch.protocol.commands import CallKind, CommandKind, TracedCall, TraceReply
 from hangwatch.report.documents import build_document, build_optional_document
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..core.clock import Clock, ulid
 from ..core.events import encode_event, wait_for_event
-from .requests import RankReply, RankRequest
+from .requests import RankReply, RankRequest, RequestRegistry
 
 MAX_SESSIONS = 16  # sessions at a time
 MAX_TRACED_RANKS = 64  # ranks of one session
@@ -39,148 +38,10 @@ MAX_EVENTS_PER_CHUNK = 200
 
 
 @dataclass(slots=True, kw_only=True)
-class TraceRegistry:
-    """All sessions. Times are the monotonic clock's."""
-
-    clock: Clock
-    sessions: list[TraceSession] = field(default_factory=list)
-
-    def start_session(
-        self, attempt: Attempt, ranks: Sequence[int], trace_filter: TraceFilter, now: float
-    ) -> TraceSession:
-        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``."""
-        session = TraceSession(
-            filter=trace_filter,
-            ranks=[
-                TracedRank(
-                    rank=rank,
-                    process=attempt.processes[rank],
-                    added_at=now,
-                    deadline=now + REPLY_TIMEOUT_S,
-                )
-                for rank in dict.fromkeys(ranks)
-            ],
-        )
-        self.sessions.append(session)
-        return session
-
-    def stop_session(self, session: TraceSession) -> None:
-        self.sessions.remove(session)
-
-    def is_agent_traced(self, agent: str) -> bool:
-        """Whether one of the agent's ranks is traced: the agent should then report more often."""
-        return any(traced.process.agent == agent for _, traced in self._iter_active_ranks())
-
-    def _iter_active_ranks(self) -> Iterator[tuple[TraceSession, TracedRank]]:
-        for session in self.sessions:
-            for traced in session.ranks:
-                if traced.is_active:
-                    yield session, traced
-
-    def build_commands(self, agent: str, now: float) -> tuple[Command, ...]:
-        """The requests to send with the reply to an agent's heartbeat."""
-        commands: list[Command] = []
-        for session, traced in self._iter_active_ranks():
-            is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
-            if traced.process.agent != agent or not is_due:
-                continue
-            has_exited = traced.process.exit is not None
-            traced.is_last_request = traced.started_at is not None and (
-                has_exited or now >= session.compute_end(traced)
-            )
-            traced.command_id = ulid(self.clock.wall())
-            traced.requested_at = now
-            command = Command(
-                id=traced.command_id,
-                kind=CommandKind.TRACE,
-                key=traced.process.key,
-                after=traced.next_record,
-                op=session.filter.op,
-                values=session.filter.values,
-                max_calls=MAX_CALLS_PER_REPLY,
-                last=traced.is_last_request,
-            )
-            commands.append(command)
-        return tuple(commands)
-
-    def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> None:
-        """Passes an agent's replies to the sessions. A repeated reply is ignored."""
-        if not beat.traces or not self.sessions:
-            return
-        # The calls of several ranks on one host are sorted by time.
-        known_counts = {
-            session: len(session.events) for session in self.sessions if len(session.ranks) > 1
-        }
-        pending = {
-            traced.command_id: (session, traced)
-            for session, traced in self._iter_active_ranks()
-            if traced.command_id
-        }
-        sent_at = now if beat.sent_s is None else beat.sent_s
-        for reply in beat.traces:
-            requested = pending.pop(reply.request, None)
-            if requested is not None:
-                self._apply_reply(*requested, reply, sent_at, now)
-        for session, known_count in known_counts.items():
-            session.sort_new_events(known_count)
-
-    def _apply_reply(
-        self,
-        session: TraceSession,
-        traced: TracedRank,
-        reply: TraceReply,
-        sent_at: float,
-        now: float,
-    ) -> None:
-        """``sent_at`` is on the agent's clock."""
-        traced.command_id = ""
-        if reply.error is not None:
-            session.fail_reply(traced, reply.error)
-            return
-        traced.next_record = reply.upto
-        if traced.started_at is None:
-            traced.started_at = now
-            traced.deadline = session.compute_end(traced) + REPLY_TIMEOUT_S
-            traced.clock_offset_s = now - sent_at
-            session.add_event("start", rank=traced.rank)
-        missed = reply.missed + self._add_calls(session, traced, reply, sent_at)
-        if missed:
-            session.add_event("missed", rank=traced.rank, calls=missed)
-        if not session.excluded_ops.issuperset(reply.others):
-            session.excluded_ops.update(reply.others)
-            session.add_event("others", ops=sorted(session.excluded_ops))
-        if traced.is_last_request and not reply.more:
-            traced.status = "done"
-        session.changed.set()
-
-    def _add_calls(
-        self, session: TraceSession, traced: TracedRank, reply: TraceReply, sent_at: float
-    ) -> int:
-        """Adds the calls as events. Returns how many were dropped as the client is too slow."""
-        dropped = 0
-        end = session.compute_end(traced)
-        clock_origin = self.clock.wall() - timedelta(seconds=self.clock.monotonic())
-        for call in reply.calls:
-            entered_at = traced.clock_offset_s + sent_at - call.entered_s
-            if entered_at > end or not 0 <= call.kind < len(reply.kinds):
-                continue
-            date = clock_origin + timedelta(seconds=entered_at)
-            document = session.describe_call(traced, call, reply.kinds[call.kind], date)
-            if document is None:
-                continue
-            if len(session.events) >= MAX_PENDING_EVENTS:
-                dropped += 1
-            else:
-                session.add_event("call", **document)
-        return dropped
-
-
-@dataclass(slots=True, kw_only=True)
 class TracedRank(RankReply):
     """One rank of a session, and the request to its node agent. Times are the monotonic clock's."""
 
     process: Process
-    added_at: float
     next_record: int = -1  # index in the ring; -1: where the ring ends now
     requested_at: float = 0.0
     is_last_request: bool = False
@@ -227,29 +88,15 @@ class TraceSession(RankRequest[TracedRank]):
         reply.status, reply.error = "failed", error
         self.add_event("error", rank=reply.rank, detail=error)
 
-    def describe_timeout(self, reply: TracedRank) -> str:
-        if reply.started_at is not None:
-            return "its last calls did not arrive: its node agent has stopped reporting"
-        return (
-            f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
-            f" hangwatch agent runs on {reply.process.host}"
-        )
-
     def end_overdue_ranks(self, now: float) -> None:
         """Ends the trace of ranks whose replies are overdue, and of those that have exited."""
         self.expire_replies(now)
         for traced in self.ranks:
             if traced.is_active and traced.process.exit is not None:
                 exited_at = traced.process.exited_at or now
-                if now - max(exited_at, traced.requested_at, traced.added_at) >= EXIT_GRACE_S:
+                if now - max(exited_at, traced.requested_at) >= EXIT_GRACE_S:
                     traced.status = "done"
                     self.changed.set()
-
-    def sort_new_events(self, known_count: int) -> None:
-        """Sorts the events after the first ``known_count`` by time, and keeps ties in order."""
-        added = [self.events.pop() for _ in range(len(self.events) - known_count)]
-        added.reverse()
-        self.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
 
     def describe_call(
         self, traced: TracedRank, call: TracedCall, kind: CallKind, at: datetime
@@ -274,6 +121,132 @@ class TraceSession(RankRequest[TracedRank]):
             "raised": call.raised,
             "values": None if call.values is None else dataclasses.asdict(call.values),
         }
+
+
+class TraceRegistry(RequestRegistry[TraceSession]):
+    """The sessions of all clients. A rank's reply is followed by the next command to it."""
+
+    KIND = CommandKind.TRACE
+
+    def start_session(
+        self, attempt: Attempt, ranks: Sequence[int], trace_filter: TraceFilter, now: float
+    ) -> TraceSession:
+        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``."""
+        session = TraceSession(**self.identify_request(attempt, now), filter=trace_filter)
+        self.requests[session.id] = session
+        for rank in dict.fromkeys(ranks):
+            process = attempt.processes[rank]
+            traced = TracedRank(
+                rank=rank,
+                process=process,
+                deadline=now + REPLY_TIMEOUT_S,
+                timeout_error=(
+                    f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
+                    f" hangwatch agent runs on {process.host}"
+                ),
+            )
+            session.ranks.append(traced)
+            self._request_calls(session, traced, now)
+        return session
+
+    def is_agent_traced(self, agent: str) -> bool:
+        """Whether one of the agent's ranks is traced: the agent should then report more often."""
+        return any(traced.process.agent == agent for _, traced in self._iter_active_ranks())
+
+    def _iter_active_ranks(self) -> Iterator[tuple[TraceSession, TracedRank]]:
+        for session in self.requests.values():
+            for traced in session.ranks:
+                if traced.is_active:
+                    yield session, traced
+
+    def _request_calls(self, session: TraceSession, traced: TracedRank, now: float) -> None:
+        """Requests the calls that follow those of the last reply."""
+        is_over = traced.process.exit is not None or now >= session.compute_end(traced)
+        traced.is_last_request = traced.started_at is not None and is_over
+        traced.requested_at = now
+        self.send_command(
+            session,
+            traced,
+            traced.process,
+            now,
+            after=traced.next_record,
+            op=session.filter.op,
+            values=session.filter.values,
+            max_calls=MAX_CALLS_PER_REPLY,
+            last=traced.is_last_request,
+        )
+
+    def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> None:
+        """Passes an agent's replies to the sessions, and requests the next ones. A repeated reply is
+        ignored.
+        """
+        if not self.requests:
+            return
+        # The calls of several ranks on one host are sorted by time.
+        known_counts = {
+            session: len(session.events)
+            for session in self.requests.values()
+            if beat.traces and len(session.ranks) > 1
+        }
+        sent_at = now if beat.sent_s is None else beat.sent_s
+        for session, traced, reply in self.match_replies(beat.traces):
+            if traced.is_active:
+                self._apply_reply(session, traced, reply, sent_at, now)
+        for session, known_count in known_counts.items():
+            new_count = len(session.events) - known_count
+            added = [session.events.pop() for _ in range(new_count)]
+            added.reverse()  # equal times keep their order
+            session.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
+        for session, traced in self._iter_active_ranks():
+            is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
+            if is_due and traced.process.agent == beat.agent:
+                self._request_calls(session, traced, now)
+
+    def _apply_reply(
+        self,
+        session: TraceSession,
+        traced: TracedRank,
+        reply: TraceReply,
+        sent_at: float,
+        now: float,
+    ) -> None:
+        """``sent_at`` is on the agent's clock."""
+        self.withdraw_command(traced)
+        if reply.error is not None:
+            session.fail_reply(traced, reply.error)
+            return
+        traced.next_record = reply.upto
+        if traced.started_at is None:
+            traced.started_at = now
+            traced.deadline = session.compute_end(traced) + REPLY_TIMEOUT_S
+            traced.timeout_error = (
+                "its last calls did not arrive: its node agent has stopped reporting"
+            )
+            traced.clock_offset_s = now - sent_at
+            session.add_event("start", rank=traced.rank)
+        missed = reply.missed
+        end = session.compute_end(traced)
+        clock_origin = self.clock.wall() - timedelta(seconds=self.clock.monotonic())
+        for call in reply.calls:
+            entered_at = traced.clock_offset_s + sent_at - call.entered_s
+            if entered_at > end or not 0 <= call.kind < len(reply.kinds):
+                continue
+            date = clock_origin + timedelta(seconds=entered_at)
+            document = session.describe_call(traced, call, reply.kinds[call.kind], date)
+            if document is None:
+                continue
+            if len(session.events) >= MAX_PENDING_EVENTS:
+                missed += 1  # the client is too slow
+            else:
+                session.add_event("call", **document)
+        if missed:
+            session.add_event("missed", rank=traced.rank, calls=missed)
+        if not session.excluded_ops.issuperset(reply.others):
+            session.excluded_ops.update(reply.others)
+            session.add_event("others", ops=sorted(session.excluded_ops))
+        if traced.is_last_request and not reply.more:
+            traced.status = "done"
+        session.changed.set()
 
 
 async def stream_events(

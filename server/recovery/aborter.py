@@ -22,13 +22,12 @@ from hangwatch.model.incidents import RankAbort, Recovery
 from hangwatch.model.kinds import Severity
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.report.recovery import explain_silence
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..alerting.alerter import ABORTED, ABORTING, PLANNED
-from ..core.clock import ulid
 from ..incidents.registry import IncidentRecord
 from ..ingest.command_queue import REQUEST_EXPIRES_S
 from ..shared_state import SharedState
@@ -260,9 +259,7 @@ class AbortOrders:
         self, record: IncidentRecord, processes: Iterable[Process], now: float
     ) -> None:
         for process in processes:
-            command_id = ulid(self.shared.clock.wall())
-            command = Command(id=command_id, kind=CommandKind.ABORT, key=process.key)
-            self.shared.commands.queue_command(process.agent, command, now)
+            command_id = self.shared.commands.queue_command(process, CommandKind.ABORT, now)
             self._orders[command_id] = _AbortOrder(
                 incident=record.incident.id, process=process, agent=process.agent, ordered_at=now
             )

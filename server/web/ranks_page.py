@@ -84,7 +84,8 @@ def _build_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
     shown_records = records or (
         state.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
     )
-    states = state.get_published(attempt).rank_states or state.get_rank_states(attempt)
+    last_states = state.watch.diagnoser.get_record(attempt).rank_states
+    states = last_states or state.get_rank_states(attempt)
     counts = Counter(states.values())
     view = views.describe_job(attempt, counts, records, state.now())
     job, advice = state.add_summary(attempt, view)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hangwatch.diagnosis import EvidenceRequest
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from tests.unit.server.attempts import make_attempt
@@ -43,3 +46,22 @@ def test_command_waits_for_an_agent_that_reports_rarely() -> None:
     command_queue.request_evidence(job, wants, 150.0)
     command_queue.drop_expired(150.0 + REQUEST_EXPIRES_S + 1.0, report_interval_s=0.5)
     assert command_queue.take_unsent("a") == ()
+
+
+def test_agent_waits_until_there_is_a_command_that_no_heartbeat_took() -> None:
+    command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+
+    async def wait_for_command() -> bool:
+        waits = [asyncio.create_task(command_queue.wait_for_commands("a", 30.0)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        command_queue.queue_command(job.processes[0], CommandKind.TRACE, 100.0)
+        assert len(command_queue.take_unsent("a")) == 1
+        await asyncio.sleep(0.01)
+        is_waiting = not any(wait.done() for wait in waits)
+        command_queue.queue_command(job.processes[0], CommandKind.TRACE, 100.0)
+        await asyncio.wait_for(asyncio.gather(*waits), 5.0)
+        return is_waiting
+
+    assert asyncio.run(wait_for_command())
+    assert command_queue.waiting_count == 0
+    asyncio.run(command_queue.wait_for_commands("b", 0.01))

@@ -82,11 +82,11 @@ def test_backoff_is_shorter_after_urgent_changes() -> None:
 
 def test_changes_may_decide_verdict_when_they_have_lasted() -> None:
     backoff = make_backoff()
-    backoff.record_changes(NOW - RECENT_CHANGES_S + 1.0)
+    backoff.changed_at = NOW - RECENT_CHANGES_S + 1.0
     assert measure_backoff(backoff) == DECIDING_FACTOR
     deadlock = make_verdict(VerdictKind.DEADLOCK, since=NOW - 3.0, due=True)
     assert measure_backoff(backoff, deadlock) == USUAL_FACTOR, "it is decided"
-    backoff.record_changes(NOW - RECENT_CHANGES_S - 1.0)
+    backoff.changed_at = NOW - RECENT_CHANGES_S - 1.0
     assert measure_backoff(backoff) == USUAL_FACTOR
 
 

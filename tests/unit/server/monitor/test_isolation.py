@@ -65,7 +65,7 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
 
     def is_diagnosed() -> bool:
         asyncio.run(state.watch.loop.run_round())
-        return not state.watch.diagnoser.diagnosed[bad.key].has_failed
+        return not state.watch.diagnoser.attempts[bad.key].has_failed
 
     assert wait_until(is_diagnosed, 30.0)
     assert {record.incident.job for record in state.shared.incidents.records.values()} == {

@@ -136,7 +136,7 @@ def test_lost_job_is_given_up(scene: Scene) -> None:
     assert scene.given_up == ["run7"] and scene.send() == 421
 
 
-def test_server_that_was_stopped_asks_for_its_jobs_before_it_diagnoses(scene: Scene) -> None:
+def test_stopped_server_confirms_its_jobs_before_it_diagnoses(scene: Scene) -> None:
     scene.send()
     scene.update()
     assert scene.send() == 200

@@ -101,7 +101,7 @@ def test_job_is_not_shown_as_failing_while_it_is_diagnosed(
     shown: list[bool] = []
 
     def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
-        shown.append(state.watch.diagnoser.diagnosed[attempt.key].has_failed)
+        shown.append(state.watch.diagnoser.attempts[attempt.key].has_failed)
         return Diagnosis()
 
     monkeypatch.setattr(diagnoser, "is_quiet", lambda attempt: False)
@@ -127,7 +127,7 @@ def test_states_of_large_attempt_are_updated_rarely(
     monkeypatch.setattr(publisher, "STATES_FACTOR", 1e9)
     state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     asyncio.run(state.watch.loop.run_round())
-    (published,) = state.watch.publisher.attempts.values()
+    (published,) = state.watch.diagnoser.attempts.values()
     states = published.rank_states
     state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(state.watch.loop.run_round())

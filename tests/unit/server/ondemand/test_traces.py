@@ -83,7 +83,17 @@ def make_attempt() -> Attempt:
 
 @pytest.fixture
 def traces() -> TraceRegistry:
-    return TraceRegistry(clock=Clock(monotonic=lambda: NOW))
+    clock = Clock(monotonic=lambda: NOW)
+    return TraceRegistry(clock=clock, command_queue=CommandQueue(clock=clock))
+
+
+def take_commands(
+    traces: TraceRegistry, agent: str, now: float, *replies: TraceReply, sent: float = 5.0
+) -> tuple[Command, ...]:
+    """The commands that an agent gets with the reply to a heartbeat."""
+    beat = heartbeat.Heartbeat(host=agent, agent=agent, number=9, traces=replies, sent_s=sent)
+    traces.apply_heartbeat(beat, now)
+    return traces.command_queue.take_unsent(agent)
 
 
 def make_heartbeat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
@@ -104,38 +114,38 @@ def list_events(listener: TraceSession, kind: str) -> list[dict[str, Any]]:
 def start_listener(traces: TraceRegistry, **wanted: Any) -> TraceSession:
     """A session for rank 0, whose node agent has sent its first reply."""
     listener = traces.start_session(make_attempt(), [0], TraceFilter(**wanted), NOW)
-    (command,) = traces.build_commands("agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     assert command.after == -1
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 40)), NOW)
     return listener
 
 
 def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
-    assert traces.build_commands("agent-a", NOW) == ()
+    assert take_commands(traces, "agent-a", NOW) == ()
     assert not traces.is_agent_traced("agent-a")
     listener = traces.start_session(
         make_attempt(), [0, 1], TraceFilter(op="barrier", values=True), NOW
     )
-    commands = traces.build_commands("agent-a", NOW)
+    commands = take_commands(traces, "agent-a", NOW)
     assert [(c.kind, c.key, c.op, c.values, c.after) for c in commands] == [
         (CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
     ]
-    assert traces.build_commands("agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
+    assert take_commands(traces, "agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
         "none of its ranks is traced"
     )
-    assert traces.build_commands("agent-a", NOW + 1) == (), "one request at a time"
-    assert len(traces.build_commands("agent-a", NOW + REQUEST_RETRY_S)) == 2, (
+    assert take_commands(traces, "agent-a", NOW + 1) == (), "one request at a time"
+    assert len(take_commands(traces, "agent-a", NOW + REQUEST_RETRY_S)) == 2, (
         "a lost reply is requested again"
     )
-    traces.stop_session(listener)
-    assert traces.build_commands("agent-a", NOW + 20) == () and not traces.is_agent_traced(
+    traces.drop_request(listener.id)
+    assert take_commands(traces, "agent-a", NOW + 20) == () and not traces.is_agent_traced(
         "agent-a"
     )
 
 
 def test_calls_are_ordered_and_replies_count_once(traces: TraceRegistry) -> None:
     listener = start_listener(traces)
-    (command,) = traces.build_commands("agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     assert command.after == 40
     answer = make_reply(command, 43, 6, 7, missed=1, others=("barrier",))
     traces.apply_heartbeat(make_heartbeat(answer), NOW + 0.2)
@@ -161,7 +171,7 @@ def test_calls_are_ordered_and_replies_count_once(traces: TraceRegistry) -> None
     )
     assert list_events(listener, "missed") == [{"rank": 0, "calls": 1}]
     assert list_events(listener, "others") == [{"ops": ["barrier"]}]
-    (command,) = traces.build_commands("agent-a", NOW + 0.5)
+    (command,) = take_commands(traces, "agent-a", NOW + 0.5)
     assert command.after == 43
     assert listener.status == "pending"
 
@@ -172,7 +182,7 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
     listener = traces.start_session(make_attempt(), [0, 1], TraceFilter(), NOW)
     traces.apply_heartbeat(
         make_heartbeat(
-            *(make_reply(command, 1) for command in traces.build_commands("agent-a", NOW))
+            *(make_reply(command, 1) for command in take_commands(traces, "agent-a", NOW))
         ),
         NOW,
     )
@@ -184,7 +194,7 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
                 TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)
             ),
         )
-        for command, those in zip(traces.build_commands("agent-a", NOW), ages, strict=True)
+        for command, those in zip(take_commands(traces, "agent-a", NOW), ages, strict=True)
     ]
     traces.apply_heartbeat(make_heartbeat(*replies), NOW)
     assert [(call["rank"], call["seq"]) for call in list_events(listener, "call")] == [
@@ -199,18 +209,20 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
 def test_trace_may_be_limited_to_one_group(traces: TraceRegistry) -> None:
     for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
         listener = start_listener(traces, group=name)
-        (command,) = traces.build_commands("agent-a", NOW)
+        (command,) = take_commands(traces, "agent-a", NOW)
         traces.apply_heartbeat(make_heartbeat(make_reply(command, 41, 6)), NOW)
         assert len(list_events(listener, "call")) == calls
-        traces.stop_session(listener)
+        traces.drop_request(listener.id)
 
 
 def test_trace_ends_after_delayed_calls_arrive(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=2.0)
-    (command,) = traces.build_commands("agent-a", NOW + 1.9)
+    (command,) = take_commands(traces, "agent-a", NOW + 1.9)
     assert not command.last
-    traces.apply_heartbeat(make_heartbeat(make_reply(command, 41, 6), sent=6.9), NOW + 1.9)
-    (command,) = traces.build_commands("agent-a", NOW + 2.1)
+    reply = make_reply(command, 41, 6)
+    (command,) = take_commands(traces, "agent-a", NOW + 1.9, reply, sent=6.9)
+    reply = make_reply(command, 41)
+    (command,) = take_commands(traces, "agent-a", NOW + 2.1, reply, sent=7.1)
     assert command.last
     after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
     reply = make_reply(command, 43, 7)
@@ -221,15 +233,17 @@ def test_trace_ends_after_delayed_calls_arrive(traces: TraceRegistry) -> None:
         7,
     ], "one was made after the end"
     assert listener.status == "done"
-    assert traces.build_commands("agent-a", NOW + 3) == ()
+    assert take_commands(traces, "agent-a", NOW + 3) == ()
 
 
 def test_full_reply_is_not_the_last(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
-    (command,) = traces.build_commands("agent-a", NOW + 2)
+    (command,) = take_commands(traces, "agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW + 2, make_reply(command, 40))
+    assert command.last
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
     assert listener.status == "pending"
-    (command,) = traces.build_commands("agent-a", NOW + 2)
+    (command,) = take_commands(traces, "agent-a", NOW + 2)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 44)), NOW + 2)
     assert listener.status == "done"
 
@@ -237,7 +251,7 @@ def test_full_reply_is_not_the_last(traces: TraceRegistry) -> None:
 def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
     listener = start_listener(traces)
     listener.events.extend(("call", {}) for _ in range(MAX_PENDING_EVENTS))
-    (command,) = traces.build_commands("agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 42, 6, 7)), NOW)
     assert list_events(listener, "missed") == [{"rank": 0, "calls": 2}]
 
@@ -251,15 +265,16 @@ def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     assert silent.status == "done" and "did not reply" in list_events(silent, "error")[0]["detail"]
     exited = traces.start_session(attempt, [0], TraceFilter(), NOW)
     process = attempt.processes[0]
-    (command,) = traces.build_commands("agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 1)), NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
-    (command,) = traces.build_commands("agent-a", NOW + 0.1)
+    (command,) = take_commands(traces, "agent-a", NOW + 0.1, make_reply(command, 1))
     assert command.last
     exited.end_overdue_ranks(NOW + EXIT_GRACE_S + 1)
     assert exited.status == "done"
     refused = traces.start_session(attempt, [1], TraceFilter(), NOW)
-    (command,) = traces.build_commands("agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW)
     traces.apply_heartbeat(
         make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
     )
@@ -270,7 +285,8 @@ def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
 
 def test_stream_sends_everything_and_ends(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
-    (command,) = traces.build_commands("agent-a", NOW + 2)
+    (command,) = take_commands(traces, "agent-a", NOW)
+    (command,) = take_commands(traces, "agent-a", NOW + 2, make_reply(command, 40), sent=7.0)
     reply = TraceReply(
         key=command.key, request=command.id, upto=41, kinds=(CALL_KIND,),
         calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=TensorStats(mean=1.0, nonfinite=3)),),
