@@ -17,7 +17,7 @@ from hangwatch.stacks.activities import (
     Activity,
     classify_activity,
 )
-from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
+from hangwatch.stacks.frames import find_user_site, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
 from .context import DiagnosisContext, find_newest_sample
@@ -33,7 +33,7 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     if spec.stack_advice is StackAdvice.NONE:
         return verdict
     for rank in verdict.culprits:
-        process = context.attempt.processes.get(rank)
+        process = context.processes.get(rank)
         if process is None:
             continue
         working_threads = find_working_threads(process, verdict.began_at)
@@ -114,9 +114,9 @@ def _describe_blocking_child(
     text = f": its {blocking.thread}"
     if blocking.pid is None:
         text = f": its thread {blocking.thread}"
-    frame = find_innermost_user_frame(blocking.frames)
-    if frame is not None:
-        text += f" is at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.function}"
+    site = find_user_site(blocking)
+    if site is not None:
+        text += f" is at {site}"
     its_waits = classify_activity(blocking).waits
     if its_waits:
         text += f", where it {its_waits.phrase}"

@@ -72,7 +72,11 @@ def align_calls(
     left_keys = tuple(map(make_call_key, left))
     right_keys = tuple(map(make_call_key, right))
     steps, is_certain = _trace_alignment(left_keys, right_keys, right_is_short)
-    pairs = [(None if i is None else left[i], None if j is None else right[j]) for i, j in steps]
+    pairs: list[CallPair] = []
+    for i, j in steps:
+        left_call = None if i is None else left[i]
+        right_call = None if j is None else right[j]
+        pairs.append((left_call, right_call))
     return Alignment(pairs=tuple(pairs), is_certain=is_certain)
 
 
@@ -92,8 +96,9 @@ def _trace_alignment(
                 if cell in best:
                     scores.append((best[cell] + _GAP_SCORE, cell))
             if i and j:
+                cell = i - 1, j - 1
                 pair_score = _score_pair(left[i - 1], right[j - 1])
-                scores.append((best[i - 1, j - 1] + pair_score, (i - 1, j - 1)))
+                scores.append((best[cell] + pair_score, cell))
             if scores:
                 best[i, j], preceding[i, j] = max(scores, key=itemgetter(0))
     # At an end, one side has no more calls.
@@ -107,9 +112,10 @@ def _trace_alignment(
     steps: list[_Step] = []
     cell = end
     while cell in preceding:
-        i, j = preceding[cell]
-        steps.append((i if i < cell[0] else None, j if j < cell[1] else None))
-        cell = i, j
+        following, cell = cell, preceding[cell]
+        i, j = cell
+        is_left_paired, is_right_paired = i < following[0], j < following[1]
+        steps.append((i if is_left_paired else None, j if is_right_paired else None))
     steps.reverse()
     steps += [(None, k) for k in range(end[1], len(right))]
     steps += [(k, None) for k in range(end[0], len(left))]

@@ -106,6 +106,10 @@ class DiagnosisContext:
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
 
+    @property
+    def processes(self) -> dict[int, Process]:
+        return self.attempt.processes
+
     def accuse(
         self, verdict: Verdict, explains: Iterable[int] | None = (), *, samples: bool = False
     ) -> None:
@@ -164,7 +168,7 @@ class DiagnosisContext:
     def iter_alive(self, ranks: Iterable[int]) -> Iterator[Process]:
         """The processes of the ranks that are alive."""
         for rank in ranks:
-            process = self.attempt.processes.get(rank)
+            process = self.processes.get(rank)
             if process is not None and process.is_alive:
                 yield process
 
@@ -206,20 +210,20 @@ class DiagnosisContext:
 
     def get_state_known_until(self, rank: int) -> float:
         """The time of the last report of a rank's state: a wait is known to last until then."""
-        process = self.attempt.processes.get(rank)
+        process = self.processes.get(rank)
         if process is None or process.exit is not None:
             return self.now
         return min(self.now, process.reports.last_seen_at)
 
     def find_silent_node_mates(self, ranks: Iterable[int]) -> list[int]:
         """All silent ranks of the nodes on which ``ranks`` run."""
-        processes = self.attempt.processes
+        processes = self.processes
         agents = {processes[rank].agent for rank in ranks}
         return [rank for rank in self.graph.silent_ranks if processes[rank].agent in agents]
 
     def get_last_seen_at(self, rank: int) -> float:
         """The time of a rank's last report, or of its end if that was earlier."""
-        process = self.attempt.processes.get(rank)
+        process = self.processes.get(rank)
         if process is None:
             return self.now
         return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
@@ -228,7 +232,7 @@ class DiagnosisContext:
         """The kind for a rank that cannot enter the call, because it has left or is frozen; else None."""
         if rank not in self.attempt.unable_ranks:
             return None
-        process = self.attempt.processes[rank]
+        process = self.processes[rank]
         for blocked in self.graph.iter_waits_for(rank):
             if process.has_left(blocked.stream.group):
                 return VerdictKind.EXITED_RANK
@@ -243,7 +247,7 @@ class DiagnosisContext:
 
     def is_working(self, rank: int, since: float) -> bool:
         """Whether the rank, or what it waits for on its host, makes progress."""
-        process = self.attempt.processes[rank]
+        process = self.processes[rank]
         # A rank that makes calls elsewhere is not stuck before it has been in its own code as long.
         unchanged_s = self.get_state_known_until(rank) - process.last_advanced_at
         return (

@@ -197,7 +197,7 @@ class _Comparison:
             which = "which raised an exception there, after which its script continued"
             return f"{behind} since {described}, {which}", call.seq
         raised = "an exception"
-        process = self.context.attempt.processes.get(ranks[0])
+        process = self.context.processes.get(ranks[0])
         exception = process.exception if process is not None else None
         if exception is not None and exception.site is not None and call.site is not None:
             raised_at = exception.site.file, exception.site.line
@@ -207,7 +207,7 @@ class _Comparison:
 
     def _continued_after(self, rank: int, call: Call) -> bool:
         """Whether the rank made another call after one that raised, or still runs long after it."""
-        process, stream = self.context.attempt.processes.get(rank), self.members[rank]
+        process, stream = self.context.processes.get(rank), self.members[rank]
         if stream.entered > call.seq:
             return True
         if process is None:

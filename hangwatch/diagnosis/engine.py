@@ -20,8 +20,10 @@ from .graph.graph import build_wait_graph
 from .hardware import add_hardware_advice, request_hardware
 from .rules.deadlock import diagnose_deadlocks
 from .rules.devices import (
-    diagnose_devices,
+    diagnose_device_cycle,
+    diagnose_hosts_behind_devices,
     diagnose_stalled_devices,
+    diagnose_stuck_devices,
     diagnose_uncounted_devices,
 )
 from .rules.ended import diagnose_exits
@@ -40,7 +42,9 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_pair_mismatches,
     diagnose_exits,
     diagnose_deadlocks,
-    diagnose_devices,
+    diagnose_device_cycle,
+    diagnose_stuck_devices,
+    diagnose_hosts_behind_devices,
     diagnose_chain_ends,
     diagnose_thread_waits,
     diagnose_stalled_devices,

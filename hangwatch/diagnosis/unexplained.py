@@ -87,7 +87,7 @@ def _iter_other_waits(
     for rank in graph.unsampled_waits.keys() - explained:
         yield _Wait(rank, min([blocked.began_at for blocked in graph.unsampled_waits[rank]]))
     for rank in graph.released_ranks - explained:
-        process = context.attempt.processes[rank]
+        process = context.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
     devices = graph.still_devices
     for wait in devices.waits:
@@ -120,7 +120,7 @@ def _describe_wait(context: DiagnosisContext, wait: _Wait, awaited: tuple[int, .
 def _describe_place(context: DiagnosisContext, rank: int) -> str:
     if isinstance(rank, OutsideMember):
         return ""
-    process = context.attempt.processes.get(rank)
+    process = context.processes.get(rank)
     if process is None:
         return f"rank {rank} has not reported"
     sample = find_newest_sample(process, process.last_advanced_at)
@@ -209,6 +209,6 @@ def request_uncounted_stacks(context: DiagnosisContext) -> None:
             if context.now - blocked.began_at >= delay_s:
                 context.request_stacks(sorted(blocked.awaited), [rank], blocked.began_at)
     for rank in sorted(context.attempt.incomplete_ranks - context.explained_ranks):
-        idle_since = context.attempt.processes[rank].idle_since
+        idle_since = context.processes[rank].idle_since
         if context.get_state_known_until(rank) - idle_since >= delay_s:
             context.request_stacks((), [rank], idle_since)

@@ -9,6 +9,7 @@ from .calls import Call, Site
 from .groups import DeviceCounters, Group
 from .kinds import KINDS, Severity, VerdictKind
 
+DEVICE_SOURCE = "flight recorder"  # what counts the progress of devices
 _OF_KIND: Any = None  # the default of `Verdict.severity`
 
 
@@ -107,7 +108,6 @@ class DeviceProgress(DeviceCounters):
     """A rank's counters in one group, as the server knows them."""
 
     read_at: float  # when the counters were read, in seconds on the server's monotonic clock
-    source: str = "flight recorder"
 
     def list_counters(self, now: float) -> dict[str, Any]:
         """The counters and their source, with their age at time ``now``."""
@@ -115,7 +115,7 @@ class DeviceProgress(DeviceCounters):
             "enqueued": self.enqueued,
             "started": self.started,
             "completed": self.completed,
-            "source": self.source,
+            "source": DEVICE_SOURCE,
             "age_s": round(max(0.0, now - self.read_at), 3),
         }
 
@@ -127,5 +127,5 @@ class DevicePosition(DeviceCounters):
     rank: int
     group: str  # the name of the group
     started: int | None = None
-    source: str = "flight recorder"
+    source: str = DEVICE_SOURCE
     age_s: float = 0.0  # the age of the counters when they became evidence

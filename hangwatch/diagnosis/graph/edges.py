@@ -250,7 +250,7 @@ class WaitResolver:
             return {}
         call_count = 0 if stream.other_end is None else stream.other_end.entered
         if stream.kind is StreamKind.SEND:
-            # The receives from any source that are left for this rank after others' completed sends.
+            # The receives from any source that remain for this rank after others' completed sends.
             remaining_count, _ = self._count_messages(peer, StreamKind.RECV, stream, -1)
             for other in stream.group.ranks if remaining_count else ():
                 if other != rank:

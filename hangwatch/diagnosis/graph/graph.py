@@ -296,7 +296,7 @@ class _GraphBuilder:
                 self._graph.blocked_calls[rank] = [blocked]
                 return
         if blocked_streams:
-            self._add_waits(process, blocked_streams, None)
+            self._add_waits(process, blocked_streams, -inf)
             return
         if self._is_ahead_of_device(rank, process):
             return
@@ -316,16 +316,14 @@ class _GraphBuilder:
         if advanced_at <= self._before:
             self._add_waits(process, pending, advanced_at)
 
-    def _add_waits(
-        self, process: Process, pending: list[CallStream], advanced_at: float | None
-    ) -> None:
+    def _add_waits(self, process: Process, pending: list[CallStream], advanced_at: float) -> None:
         """Adds the waits of a rank in some of the pending calls. It last made progress at ``advanced_at``; if
-        that is None, it is certainly blocked in these calls.
+        that is ``-inf``, it is certainly blocked in these calls.
         """
-        rank, graph = process.rank, self._graph
+        rank, graph, is_certain = process.rank, self._graph, advanced_at == -inf
         blocked_calls, uncounted, stuck = self._find_waits(process, pending, advanced_at)
         is_held_up = False
-        if advanced_at is not None and not (blocked_calls or uncounted or stuck):
+        if not (is_certain or blocked_calls or uncounted or stuck):
             # Other ranks' devices may not come to a call, although their hosts made it. The newest is the
             # first, since a host that waits for its device waits for all of them.
             for stream in sorted(pending, key=lambda stream: -stream.entered_at):
@@ -337,7 +335,7 @@ class _GraphBuilder:
         is_waiting_somewhere = blocked_calls or uncounted or stuck
         if not is_waiting_somewhere and all(stream.peer is None for stream in pending):
             return
-        if advanced_at is not None:
+        if not is_certain:
             is_waiting = is_process_waiting(process)
             if is_waiting is False:
                 # Only a stack since then shows whether the rank waits for its device.
@@ -359,20 +357,18 @@ class _GraphBuilder:
             self._add_released(rank, pending)
 
     def _find_waits(
-        self, process: Process, pending: list[CallStream], advanced_at: float | None
+        self, process: Process, pending: list[CallStream], advanced_at: float
     ) -> tuple[list[BlockedCall], list[BlockedCall], list[CallStream]]:
         """The pending calls that some rank has not entered, those where counts do not show it, and
         those that all have entered and that do not complete.
         """
-        rank, is_certain = process.rank, advanced_at is None
+        rank, is_certain = process.rank, advanced_at == -inf
         blocked_calls: list[BlockedCall] = []
         uncounted_calls: list[BlockedCall] = []
         stuck: list[CallStream] = []
         for stream in pending:
             awaited = self._resolver.find_awaited_ranks(rank, stream, is_certain)
-            began_at = stream.entered_at
-            if advanced_at is not None:
-                began_at = max(began_at, advanced_at)
+            began_at = max(stream.entered_at, advanced_at)
             if awaited:
                 blocked_calls.append(BlockedCall(rank, stream, began_at, awaited))
             elif uncounted := self._resolver.find_uncounted_ranks(rank, stream):

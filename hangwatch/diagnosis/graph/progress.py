@@ -194,12 +194,8 @@ def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
     sample = samples[-1]
     others = _list_callers(process, sample, blocked)
     if has_called_since:
-        for stream in blocked:
-            caller = sample.find_caller(stream)
-            if caller is None or stream.uid not in caller.called_uids:
-                return []
-            if not waits_for_communication(caller):
-                return []
+        if not all(find_waiting_caller(sample, stream) for stream in blocked):
+            return []
         # A thread may wait for the end or the result of another one. But any thread may hold a lock.
         is_blocked = all(
             waits_for_communication(thread)
@@ -213,6 +209,14 @@ def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
             for thread in others
         )
     return blocked if is_blocked else []
+
+
+def find_waiting_caller(sample: StackSample, stream: CallStream) -> ThreadStack | None:
+    """The thread that made the newest call of a stream, if a sample shows that it waits."""
+    caller = sample.find_caller(stream)
+    if caller is None or stream.uid not in caller.called_uids:
+        return None
+    return caller if waits_for_communication(caller) else None
 
 
 def _list_callers(

@@ -57,7 +57,7 @@ def make_absence_verdict(
         severity = Severity.WARNING
     site, where = None, ""
     for rank in culprits:  # the first one that a stack shows on a line of the user's code
-        process = context.attempt.processes.get(rank)
+        process = context.processes.get(rank)
         if process is None:
             continue
         thread = context.find_blocking_thread(process, edge.group, began_at)
@@ -88,7 +88,7 @@ def make_absence_verdict(
 
 
 def _describe_startup(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
+    processes = {rank: context.processes.get(rank) for rank in verdict.culprits}
     ranks = describe_ranks(verdict.culprits)
     waiters = format_waiter_count(len(verdict.waiting))
     first = processes[verdict.culprits[0]]
@@ -134,7 +134,7 @@ def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> st
 
 
 def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    process = context.attempt.processes.get(verdict.culprits[0])
+    process = context.processes.get(verdict.culprits[0])
     has_ended = process is None or not process.is_alive
     did = "finished" if has_ended else "destroyed the process group"
     have, they = ("have", "they") if len(verdict.culprits) > 1 else ("has", "it")
@@ -151,7 +151,7 @@ def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 
 
 def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    process = context.attempt.processes[verdict.culprits[0]]
+    process = context.processes[verdict.culprits[0]]
     reason = process.freeze_reason(context.now)
     if len(verdict.culprits) > 1:
         are, they_are, them, stacks_show = "are", "They are", "them", "their stacks show"
@@ -185,7 +185,7 @@ def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 
 
 def _describe_lost(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    host = context.attempt.processes[verdict.culprits[0]].host
+    host = context.processes[verdict.culprits[0]].host
     summary = (
         f"host {host} with {describe_ranks(verdict.culprits)} no longer reports;"
         f" {format_waiter_count(len(verdict.waiting))} in {edge.op}"
@@ -196,7 +196,7 @@ def _describe_lost(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
 
 def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     """The advice has the reason why the rank counts as slow and not as stuck."""
-    process = context.attempt.processes[verdict.culprits[0]]
+    process = context.processes[verdict.culprits[0]]
     are, them = ("are", "them") if len(verdict.culprits) > 1 else ("is", "it")
     phase = None if process.phase is None else process.phase.name
     in_phase = f" in its phase {phase!r}" if phase else ""

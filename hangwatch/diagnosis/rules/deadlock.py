@@ -37,10 +37,19 @@ REORDERED_TAGS_ADVICE = (
 
 def diagnose_deadlocks(context: DiagnosisContext) -> None:
     """One verdict for each cycle of waits that no rank outside can end."""
-    blocked_ranks = find_blocked_ranks(context.graph)
-    for component, waiters in find_cycle_components(context.graph, blocked_ranks):
-        is_new = component.isdisjoint(context.explained_ranks)
-        if is_new and not _waits_for_departed(context, component):
+    graph = context.graph
+    for component, waiters in find_cycle_components(graph, find_blocked_ranks(graph)):
+        if not component.isdisjoint(context.explained_ranks):
+            continue
+        groups = group_by_awaited(graph.blocked_calls[rank] for rank in component)
+        awaited_ranks: set[int] = set().union(*(group[0].awaited for group in groups))
+        # Ranks outside that have left, are frozen or do not report are the cause, and the cycle may be a
+        # consequence.
+        is_caused_outside = any(
+            rank in graph.silent_ranks or context.get_unable_kind(rank) is not None
+            for rank in awaited_ranks - graph.blocked_calls.keys()
+        )
+        if not is_caused_outside:
             _diagnose_cycle(context, component, waiters)
 
 
@@ -50,7 +59,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     blocked_calls = [blocked for rank in culprits for blocked in context.graph.blocked_calls[rank]]
     began_at = max(blocked.began_at for blocked in blocked_calls)
     waiting = (component | waiters) - core
-    processes = context.attempt.processes
+    processes = context.processes
     # Their waiting is a guess, or another of their threads was seen working.
     uncertain = {
         rank
@@ -93,20 +102,6 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     context.request_stacks(culprits, waiting, began_at)
 
 
-def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
-    """Whether the component also waits for ranks that have left, are frozen or do not report: these
-    are the cause, and the cycle may be a consequence.
-    """
-    graph = context.graph
-    groups = group_by_awaited(graph.blocked_calls[rank] for rank in component)
-    awaited_ranks = (
-        set().union(*(group[0].awaited for group in groups)) - graph.blocked_calls.keys()
-    )
-    return not graph.silent_ranks.keys().isdisjoint(awaited_ranks) or any(
-        context.get_unable_kind(rank) is not None for rank in awaited_ranks
-    )
-
-
 def _add_tag_mismatch(
     context: DiagnosisContext, verdict: Verdict, blocked_calls: list[BlockedCall]
 ) -> Verdict:
@@ -118,7 +113,7 @@ def _add_tag_mismatch(
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        process = context.attempt.processes.get(edge.wait.on_rank)
+        process = context.processes.get(edge.wait.on_rank)
         sends = [
             stream
             for stream in (process.streams.values() if process is not None else ())

@@ -53,33 +53,22 @@ _COMMUNICATOR_ADVICE = (
 )
 
 
-def diagnose_devices(context: DiagnosisContext) -> None:
-    """At most one verdict each for devices that wait for each other, for devices that lag, and for hosts
-    that have not made the call that others' devices are in.
-    """
-    devices = context.graph.still_devices
-    _diagnose_cycle(context, devices)
-    _diagnose_stuck_devices(context, devices)
-    _diagnose_hosts_behind(context, devices)
-
-
-def _get_suspicious_age_s(
-    context: DiagnosisContext, devices: DeviceGraph, involved: set[int], still: set[int]
-) -> float:
+def _get_suspicious_age_s(context: DiagnosisContext, involved: set[int], still: set[int]) -> float:
     """How long none of the devices in ``still`` made progress; 0 until that is suspicious, and if a
     verdict explains any rank of ``involved``.
     """
     if not involved.isdisjoint(context.explained_ranks):
         return 0.0
-    age_s = devices.get_unchanged_s(still)
+    age_s = context.graph.still_devices.get_unchanged_s(still)
     return age_s if age_s >= context.limits.suspicion_delay_s else 0.0
 
 
-def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
+def diagnose_device_cycle(context: DiagnosisContext) -> None:
     """One verdict for devices that wait for each other, as their hosts queued calls in different orders."""
+    devices = context.graph.still_devices
     waiting = devices.find_waiters_of(devices.cycle)
     involved = devices.cycle | waiting
-    age_s = _get_suspicious_age_s(context, devices, involved, involved)
+    age_s = _get_suspicious_age_s(context, involved, involved)
     if not devices.cycle or not age_s:
         return
     culprits = tuple(sorted(devices.cycle))
@@ -110,17 +99,18 @@ def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
     context.accuse(verdict, samples=True)
 
 
-def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> None:
+def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     """One verdict for all devices that others wait for and that wait for none: they lag although every
     member's host has made the call, because of a kernel that never ends or a stream that waits.
     """
+    devices = context.graph.still_devices
     culprits = devices.find_stuck_ranks()
     if not culprits or devices.uncertain_ends:
         return
     waiting = (devices.find_waiters_of(devices.culprits) | devices.culprits) - culprits
     # Ranks that wait indirectly may have had work until much later.
     still = culprits | devices.find_direct_waiters_of(culprits)
-    age_s = _get_suspicious_age_s(context, devices, culprits | waiting, still)
+    age_s = _get_suspicious_age_s(context, culprits | waiting, still)
     if not age_s or _is_any_in_phase(context, culprits):
         return
     first = min(culprits)
@@ -135,25 +125,26 @@ def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> 
 
 
 def _is_any_in_phase(context: DiagnosisContext, ranks: Iterable[int]) -> bool:
-    processes = context.attempt.processes
+    processes = context.processes
     return any(context.is_in_phase(processes[rank]) for rank in ranks)
 
 
-def _diagnose_hosts_behind(context: DiagnosisContext, devices: DeviceGraph) -> None:
+def diagnose_hosts_behind_devices(context: DiagnosisContext) -> None:
     """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
 
     The hosts of the waiting ranks run ahead: they queue further calls, so that none of them seems to
     wait. Ranks that left, are frozen or do not report are other rules' subjects.
     """
+    devices = context.graph.still_devices
     waiting = devices.find_waiters_of(devices.host_ends)
-    age_s = _get_suspicious_age_s(context, devices, devices.host_ends | waiting, waiting)
+    age_s = _get_suspicious_age_s(context, devices.host_ends | waiting, waiting)
     if not devices.host_ends or not age_s or _is_any_in_phase(context, devices.host_ends):
         return
     excused = context.attempt.unable_ranks | context.graph.silent_ranks.keys()
     if not excused.isdisjoint(devices.host_ends):
         return
     began_at = devices.get_unchanged_since(waiting)
-    processes = context.attempt.processes
+    processes = context.processes
     if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
         return  # a host that makes no further calls may be busy, and wait for none
     culprits = tuple(sorted(devices.host_ends))

@@ -139,7 +139,7 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     """One verdict for the first failure. Later ones are consequences: launchers kill the other
     ranks within a second, and peers fail on the lost connection.
     """
-    unable = [context.attempt.processes[rank] for rank in sorted(context.attempt.unable_ranks)]
+    unable = [context.processes[rank] for rank in sorted(context.attempt.unable_ranks)]
     failed = _sort_by_cause([process for process in unable if has_failed_exit(process)])
     if not failed:
         return
@@ -211,7 +211,7 @@ def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | Non
             return False  # its main thread made the newest call, or it is not known
     if context.graph.get_waiting_ranks():
         return False
-    processes = context.attempt.processes.values()
+    processes = context.processes.values()
     if len(processes) < 2 or len({process.exit for process in failed}) > 1:
         return False
     streams = [stream for process in processes for stream in process.streams.values()]
@@ -250,7 +250,7 @@ def _find_departed_before(context: DiagnosisContext, first: Process, last: CallS
             awaited = resolver.find_awaited_ranks(process.rank, stream, is_failed_call)
             for rank in awaited.keys() - seen:
                 seen.add(rank)
-                other = context.attempt.processes.get(rank)
+                other = context.processes.get(rank)
                 if other is None:
                     continue
                 if _had_left(other, first, stream.group):
@@ -284,7 +284,7 @@ def _find_not_reporting_since(
     failed_at = get_failure_time(first)
     not_reporting = []
     for rank in last.group.ranks:
-        process = context.attempt.processes.get(rank)
+        process = context.processes.get(rank)
         if process is None or not process.is_alive or process.agent == first.agent:
             continue
         silence = context.graph.silent_ranks.get(rank)
@@ -320,7 +320,7 @@ def _accuse_departed(
     verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
     verdict = replace(verdict, calls=())
     if kind is VerdictKind.EXITED_RANK:
-        site = find_last_site(context.attempt.processes[culprits[0]])
+        site = find_last_site(context.processes[culprits[0]])
         verdict = replace(verdict, calls=get_newest_call(last, first.rank), site=site)
     context.accuse(verdict)
 
@@ -475,7 +475,7 @@ class _TimeoutSearch:
                     waited_streams = self._find_waited_streams(rank, stream)
                     if waited_streams:
                         self.waiting_ranks.add(rank)
-                        to_search.append((self.context.attempt.processes[rank], waited_streams))
+                        to_search.append((self.context.processes[rank], waited_streams))
                     else:
                         blocked = BlockedCall(process.rank, stream, stream.entered_at, {rank: seq})
                         self.chain_ends[rank] = blocked.make_edge(rank)
@@ -505,7 +505,7 @@ class _TimeoutSearch:
 
     def _find_waited_streams(self, rank: int, awaited: CallStream) -> list[CallStream]:
         """The calls in which a rank that had not entered ``awaited`` waited itself."""
-        process = self.context.attempt.processes.get(rank)
+        process = self.context.processes.get(rank)
         if process is None:
             # A rank that never reported was absent when groups were set up; for later calls, that
             # is unknown.
@@ -552,7 +552,7 @@ def _make_verdict_at_timeout(
 ) -> Verdict:
     kinds: dict[int, VerdictKind] = {}
     for rank in search.chain_ends:
-        if is_not_initialized(context.attempt.processes.get(rank)):
+        if is_not_initialized(context.processes.get(rank)):
             kinds[rank] = VerdictKind.STARTUP_STALL
         elif _was_frozen(context, rank):
             kinds[rank] = VerdictKind.FROZEN_RANK
@@ -571,7 +571,7 @@ def _make_verdict_at_timeout(
     began_at = min(search.chain_ends[rank].stream.entered_at for rank in culprits)
     verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
     summary, advice, site = verdict.summary, verdict.advice, verdict.site
-    process = context.attempt.processes.get(culprits[0])
+    process = context.processes.get(culprits[0])
     if site is None and process is not None:
         site = find_last_site(process, search.timed_out_at)
         if site is not None and kind is VerdictKind.MISSING_RANK:
@@ -596,7 +596,7 @@ def _describe_end(process: Process) -> str:
 
 def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
     """Whether the rank is frozen, or had not run Python for a while when a signal terminated it."""
-    process = context.attempt.processes.get(rank)
+    process = context.processes.get(rank)
     if process is None:
         return False
     if process.freeze_reason(context.now) is not None:

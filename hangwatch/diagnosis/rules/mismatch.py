@@ -76,7 +76,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     members, seq, outliers = mismatch.members, mismatch.seq, set(mismatch.outliers)
     for rank, window in mismatch.calls_to_fetch:
         context.request_calls(rank, members[rank], window)
-    processes = context.attempt.processes
+    processes = context.processes
     failed = {
         rank
         for rank in context.attempt.ended_ranks & members.keys()
@@ -264,7 +264,7 @@ def _accuse_callers(
         return
     concerned = context.graph.find_waiters_of(outliers) | callers.keys()
     waiting = (concerned & context.graph.get_waiting_ranks()).difference(outliers)
-    processes = context.attempt.processes
+    processes = context.processes
     ended = {r for r in callers if r in processes and not processes[r].is_alive}
     verdict = Verdict(
         kind=VerdictKind.MISMATCH,

@@ -225,7 +225,7 @@ class _ChainEnds:
     def _classify_end(self, rank: int) -> VerdictKind:
         context, waits = self.context, self.waits_by_end[rank]
         blocked_calls = waits.blocked_calls
-        process = context.attempt.processes.get(rank)
+        process = context.processes.get(rank)
         unable_kind = context.get_unable_kind(rank)
         if unable_kind is not None:
             return unable_kind
@@ -265,7 +265,7 @@ class _ChainEnds:
         """
         waits_for_rank: dict[int, bool | None] = {}
         for rank in absent:
-            process = self.context.attempt.processes[rank]
+            process = self.context.processes[rank]
             if process.samples and not self.context.is_in_phase(process):
                 began_at = self.waits_by_end[rank].began_at
                 waits_for_rank[rank] = is_waiting_for_rank(process, began_at)
@@ -278,7 +278,7 @@ class _ChainEnds:
     def _get_age_s(self, rank: int) -> float:
         """How long ranks are known to have waited for this one while it was not blocked itself."""
         context, waits = self.context, self.waits_by_end[rank]
-        process = context.attempt.processes.get(rank)
+        process = context.processes.get(rank)
         if rank in context.graph.newly_released_ranks:
             return 0.0
         made_long_ago_s = context.limits.stall_after_s / 2
@@ -315,7 +315,7 @@ class _ChainEnds:
         silence = self.context.graph.silent_ranks.get(rank)
         if silence is not None:
             return max(began_at, silence.last_alive_at)
-        if rank in self.context.attempt.processes:
+        if rank in self.context.processes:
             return began_at
         return max(began_at, self.context.attempt.opened_at)
 
@@ -361,7 +361,7 @@ class _ChainEnds:
         alive = list(context.iter_alive(culprits))
         is_immediate = kind is VerdictKind.EXITED_RANK
         if kind is VerdictKind.FROZEN_RANK:
-            process = context.attempt.processes[culprits[0]]
+            process = context.processes[culprits[0]]
             is_immediate = process.freeze_reason(context.now) is FreezeReason.STOPPED
         limit_s = context.limits.stall_after_s
         if is_immediate:
@@ -395,7 +395,7 @@ class _ChainEnds:
         """
         context = self.context
         for rank in ranks:
-            samples = context.attempt.processes[rank].samples
+            samples = context.processes[rank].samples
             if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
                 context.request_stack(rank)
 
@@ -458,7 +458,7 @@ class _ChainEnds:
         )
         advice = _UNWATCHED_ADVICE
         for rank in ranks:
-            process = self.context.attempt.processes.get(rank)
+            process = self.context.processes.get(rank)
             if process is not None and process.identity.unrecorded:  # the reason, with its remedy
                 advice = f"Nothing is recorded of that process: {process.identity.unrecorded}."
                 break

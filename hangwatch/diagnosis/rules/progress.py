@@ -75,7 +75,7 @@ def check_agreement(context: DiagnosisContext, group: Group, seq: int) -> CallAg
     missing = [
         rank
         for rank in unclassified
-        if context.attempt.processes[rank].is_alive and not streams[rank].has_answered(window)
+        if context.processes[rank].is_alive and not streams[rank].has_answered(window)
     ]
     for rank in missing[:_MAX_REQUESTED_RANKS]:
         context.request_calls(rank, streams[rank], window)
@@ -186,7 +186,7 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         if peer is None or rank in context.explained_ranks or not stream.is_pending:
             continue
         # The peer may have made its call only just now.
-        peer_advanced_at = context.attempt.processes[peer].last_advanced_at
+        peer_advanced_at = context.processes[peer].last_advanced_at
         message = describe_unfinished_message(
             rank, get_op_name(stream), f"rank {peer}", is_receive=stream.kind is StreamKind.RECV
         )
@@ -230,7 +230,7 @@ def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Ve
     """
     ranks_by_address: dict[str, list[int]] = {}
     for rank in verdict.waiting:
-        address = context.attempt.processes[rank].identity.master
+        address = context.processes[rank].identity.master
         ranks_by_address.setdefault(address, []).append(rank)
     majority, *minorities = sorted(ranks_by_address.items(), key=lambda item: -len(item[1]))
     if not minorities:
@@ -305,7 +305,7 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
         return
     stuck_groups: dict[int, tuple[Group, int]] = {}
     for rank in sorted(stuck_ranks):
-        for stream in context.attempt.processes[rank].unfinished_streams:
+        for stream in context.processes[rank].unfinished_streams:
             if context.now - stream.entered_at < MIN_WAIT_S:
                 continue
             state = stream.group_state
@@ -331,8 +331,9 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
     for rank in graph.unsampled_waits.keys() - context.explained_ranks:
         waits = graph.unsampled_waits[rank]
         began_at = min([blocked.began_at for blocked in waits])
-        is_any_unable = any(r in b.awaited for b in waits for r in graph.resolver.unable_to_call)
-        delay_s = MIN_WAIT_S if is_any_unable else context.limits.suspicion_delay_s
+        unable = graph.resolver.unable_to_call
+        awaits_unable = not all(unable.isdisjoint(blocked.awaited) for blocked in waits)
+        delay_s = MIN_WAIT_S if awaits_unable else context.limits.suspicion_delay_s
         if context.get_state_known_until(rank) - began_at >= delay_s:
             overdue[rank] = began_at
     if overdue:

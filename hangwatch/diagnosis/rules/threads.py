@@ -10,10 +10,10 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import QUIET_AFTER_S
 from hangwatch.model.verdicts import CallClass, Verdict
-from hangwatch.stacks.frames import waits_for_communication
 
 from ..context import DiagnosisContext
 from ..graph.edges import BlockedCall, group_by_awaited
+from ..graph.progress import find_waiting_caller
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
 
@@ -57,7 +57,7 @@ def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: f
     makes no more calls, another one shows whether it waits for its thread.
     """
     for rank in sorted(ranks)[:_MAX_SAMPLED]:
-        process = context.attempt.processes[rank]
+        process = context.processes[rank]
         is_quiet = context.now - process.newest_call_at >= QUIET_AFTER_S
         needed_since = max(since, process.newest_call_at) if is_quiet else since
         if all(sample.taken_at < needed_since for sample in process.samples):
@@ -68,15 +68,11 @@ def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
     """Whether a stack shows the wait, in another thread than the one of the newest call. The Works
     of some backends never report that they are complete.
     """
-    samples = context.attempt.processes[blocked.rank].samples
-    callers = [s.find_caller(blocked.stream) for s in samples if s.taken_at >= blocked.began_at]
-    return any(
-        caller is not None
-        and caller.call_recency
-        and blocked.stream.uid in caller.called_uids
-        and waits_for_communication(caller)
-        for caller in callers
-    )
+    for sample in context.processes[blocked.rank].samples:
+        caller = find_waiting_caller(sample, blocked.stream)
+        if sample.taken_at >= blocked.began_at and caller is not None and caller.call_recency:
+            return True
+    return False
 
 
 def diagnose_concurrent_use(context: DiagnosisContext) -> None:

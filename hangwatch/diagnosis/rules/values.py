@@ -52,7 +52,7 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
     reported_by = first.reported_at + REPORT_MARGIN_S
     is_confirmed = context.now - first.reported_at > MAX_NONFINITE_WAIT_S or all(
         process.reports.last_seen_at >= reported_by
-        for process in context.attempt.processes.values()
+        for process in context.processes.values()
         if process.is_alive
     )
     summary, advice = _describe_nonfinite(first, culprits)
@@ -145,8 +145,8 @@ def _make_replica_verdict(
     outliers = tuple(sorted(rank for side in sides if side != correct for rank in side))
     outlier_call = next((c.call for c in classes if set(c.ranks) <= set(outliers)), None)
     waited_s = context.now - comparison.differs_at
-    have_all_reported = sum(map(len, sides)) == len(group.ranks)
-    has_all_calls = len(classes) == len(sides)
+    is_complete = sum(map(len, sides)) == len(group.ranks) or waited_s > MAX_REPLICA_WAIT_S
+    has_evidence = len(classes) == len(sides) or waited_s > MAX_EVIDENCE_WAIT_S
     op = format_call(outlier_call)
     if correct is None:
         all_ranks = " and ".join(format_ranks(side) for side in sides[:_MAX_SIDES_SHOWN])
@@ -164,8 +164,7 @@ def _make_replica_verdict(
         seq=seq,
         calls=tuple(classes),
         began_at=comparison.differs_at,
-        is_confirmed=(have_all_reported or waited_s > MAX_REPLICA_WAIT_S)
-        and (has_all_calls or waited_s > MAX_EVIDENCE_WAIT_S),
+        is_confirmed=is_complete and has_evidence,
         summary=f"{difference} ({describe_position(group, seq)})",
         advice=(
             "The bytes of what they received from the same call differ. Possible causes: output"
