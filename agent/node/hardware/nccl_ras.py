@@ -45,7 +45,23 @@ def probe(host: Host) -> tuple[Observation, ...]:
     """Ranks that are missing, lag or failed. Raises SourceUnavailableError without an answer."""
     address = _get_address(host)
     _check_owner(host, address)
-    report = request_report(address)
+    try:
+        with _connect(address) as server, server.makefile("rwb") as stream:
+            server.settimeout(QUERY_TIMEOUT_S)
+            stream.write(b"client protocol 2\n")
+            stream.flush()
+            if not stream.readline(200).startswith(b"SERVER PROTOCOL"):
+                raise SourceUnavailableError(f"what listens at {address} is not NCCL")
+            # An older NCCL answers this line with an error, and sends its report as text.
+            stream.write(b"set format json\n")
+            stream.flush()
+            stream.readline(200)
+            stream.write(b"verbose status\n")
+            stream.flush()
+            report = stream.read(_MAX_REPORT_BYTES).decode(errors="replace")
+    except OSError as error:
+        reason = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
+        raise SourceUnavailableError(f"NCCL at {address}: {reason}") from None
     is_json = report.lstrip().startswith("{")
     return tuple(_read_json(report) if is_json else _read_text(report))
 
@@ -98,28 +114,6 @@ def _check_owner(host: Host, address: str) -> None:
         f"another job's process listens at {address}",
         "set NCCL_RAS_ADDR=localhost:PORT to another port for one of the jobs",
     )
-
-
-def request_report(address: str) -> str:
-    """The report as JSON where NCCL has that, else as text. Raises SourceUnavailableError."""
-    try:
-        with _connect(address) as server:
-            server.settimeout(QUERY_TIMEOUT_S)
-            with server.makefile("rwb") as stream:
-                stream.write(b"client protocol 2\n")
-                stream.flush()
-                if not stream.readline(200).startswith(b"SERVER PROTOCOL"):
-                    raise SourceUnavailableError(f"what listens at {address} is not NCCL")
-                # An older NCCL answers this line with an error, and sends its report as text.
-                stream.write(b"set format json\n")
-                stream.flush()
-                stream.readline(200)
-                stream.write(b"verbose status\n")
-                stream.flush()
-                return stream.read(_MAX_REPORT_BYTES).decode(errors="replace")
-    except OSError as error:
-        reason = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
-        raise SourceUnavailableError(f"NCCL at {address}: {reason}") from None
 
 
 def _read_json(report: str) -> Iterator[Observation]:

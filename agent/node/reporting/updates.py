@@ -82,12 +82,12 @@ def compose_update(
         ring, before, history, now_ns, fetch_calls, last_calls if is_ending else None
     )
     check_fields, check_entries = history.check_history.build_update_fields(now_ns)
-    device_entries = _find_due_device_entries(ring, before.device_entries)
+    device_statuses, device_entries = _compose_device_statuses(ring, before, now_ns)
     additions = {
         **stream_fields,
         **check_fields,
         "retractions": tuple((uid, call.seq) for uid, call in history.retractions.items()),
-        "device": tuple(_make_device_status(entry, now_ns) for entry in device_entries.values()),
+        "device": device_statuses,
     }
 
     is_known = view.identity is before.identity or view.identity == before.identity
@@ -113,7 +113,7 @@ def compose_update(
         streams=streams,
         dormant_chunks=ring.dormant_chunks,
         check_entries=check_entries,
-        device_entries={**before.device_entries, **device_entries},
+        device_entries=device_entries,
         retractions=dict(history.retractions),
     )
     identity = None if is_known else view.identity
@@ -339,30 +339,30 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
     )
 
 
-def _find_due_device_entries(
-    ring: RingSnapshot, reported: Mapping[int, DeviceEntry]
-) -> dict[int, DeviceEntry]:
-    """The counters to report, by stream uid. ``reported`` are those that the server knows."""
-    due: dict[int, DeviceEntry] = {}
+def _compose_device_statuses(
+    ring: RingSnapshot, before: AckedState, now_ns: int
+) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
+    """The counters to report, and those that the server will know, by stream uid."""
+    statuses: list[DeviceStatus] = []
+    after = dict(before.device_entries)
     uids = {state.uid for state in ring.streams} if ring.device_entries else set()
     for entry in ring.device_entries:
-        known = reported.get(entry.uid)
+        known = after.get(entry.uid)
         is_due = known is None or entry.counters != known.counters
         if known is not None and entry.is_behind_host:
             is_due |= entry.read_ns - known.read_ns >= CONFIRM_INTERVAL_S * 1e9
-        if is_due and entry.uid in uids:
-            due[entry.uid] = entry
-    return due
-
-
-def _make_device_status(entry: DeviceEntry, now_ns: int) -> DeviceStatus:
-    return DeviceStatus(
-        uid=entry.uid,
-        enqueued=entry.enqueued,
-        started=entry.started,
-        completed=entry.completed,
-        read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
-    )
+        if not is_due or entry.uid not in uids:
+            continue
+        after[entry.uid] = entry
+        status = DeviceStatus(
+            uid=entry.uid,
+            enqueued=entry.enqueued,
+            started=entry.started,
+            completed=entry.completed,
+            read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
+        )
+        statuses.append(status)
+    return tuple(statuses), after
 
 
 def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:

@@ -238,7 +238,7 @@ def _read_stack(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
     if child.program.startswith("python"):
         try:
             threads = pyspy.dump_stacks(pid, child.stat.start_ticks).threads
-            (main,) = add_source_text(threads[:1], pid, pyspy.proc)
+            main = next(iter(add_source_text(threads[:1], pid, pyspy.proc)), main)
         except PySpyError as error:
             main = replace(main, error=str(error))
     else:

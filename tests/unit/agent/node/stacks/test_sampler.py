@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hangwatch.agent.node.stacks.sampler import mark_callers
+from hangwatch.agent.node.stacks.pyspy import PySpy
+from hangwatch.agent.node.stacks.sampler import collect_child_stacks, mark_callers
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import Caller, RingReader
+
+from ..system.test_processes import add_process
 
 _USER = Frame(function="step", file="/home/me/train.py", line=3)
 _WAIT = Frame(function="wait", file="/usr/lib/python3.11/threading.py", line=3)
@@ -90,3 +93,17 @@ def test_without_ids_the_only_other_thread_in_user_code_is_the_caller() -> None:
     assert [t.call_recency for t in mark_callers(threads, 10, callers)] == [1, None, 0]
     threads = _make_threads(main=None, logger=None, trainer=None)
     assert [t.call_recency for t in mark_callers(threads, 10, callers)] == [1, None, None]
+
+
+def test_child_without_threads_leaves_the_rank_its_stacks(tmp_path: Path) -> None:
+    """A child whose interpreter ends has no threads any more."""
+    for pid, parent, children in ((1, 0, (2,)), (2, 1, ())):
+        add_process(tmp_path / "proc", pid, parent=parent, children=children)
+    pyspy = tmp_path / "py-spy"
+    pyspy.write_text("#!/bin/sh\necho '[]'\n")
+    pyspy.chmod(0o755)
+    frame = Frame(function="run", file="/usr/lib/python3.11/subprocess.py", line=3)
+    waiting = ThreadStack(thread="MainThread", main=True, frames=(frame, _USER))
+    spy = PySpy(path=str(pyspy), proc=str(tmp_path / "proc"))
+    (child,) = collect_child_stacks([waiting], 1, spy)
+    assert (child.pid, child.frames, child.error) == (2, (), None)
