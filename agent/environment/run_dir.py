@@ -33,9 +33,9 @@ def format_process_key(pid: int, start_ticks: int) -> str:
     return f"{pid}-{start_ticks}"
 
 
-def read_start_ticks(pid: int, proc: str = "/proc") -> int:
+def read_start_ticks(pid: int) -> int:
     """The start of a process, in clock ticks since boot (proc(5): stat). Raises OSError."""
-    with open(f"{proc}/{pid}/stat", "rb") as f:
+    with open(f"/proc/{pid}/stat", "rb") as f:
         return int(f.read().rpartition(b")")[2].split()[19])
 
 

@@ -20,7 +20,7 @@ from hangwatch.agent.node.requests.recordings import RecordingWorker
 from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.schedule import ReportSchedule
 from hangwatch.agent.node.stacks.pyspy import PySpy
-from hangwatch.agent.node.system.processes import PROC_ROOT, CpuActivity
+from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.model.calls import Call
 from hangwatch.model.kinds import VerdictKind
@@ -81,7 +81,6 @@ class SimulatedProcess(WatchedProcess):
         super().__init__(
             pid=_FIRST_PID + rank,
             start_ticks=run.number,
-            proc=PROC_ROOT,
             activity=CpuActivity(last_busy_ns=0),
             found_ns=0,
             identity=ProcessIdentity(

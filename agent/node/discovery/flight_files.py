@@ -89,12 +89,12 @@ class FlightFileReader:
             return
 
 
-def make_reader(pid: int, age_s: float, proc: str = processes.PROC_ROOT) -> FlightFileReader | None:
+def make_reader(pid: int, age_s: float) -> FlightFileReader | None:
     """A reader for a live process; None if its environment cannot be read."""
     try:
-        environ = processes.read_environ(pid, proc)
-        uid = os.stat(f"{proc}/{pid}").st_uid
-        folder = os.readlink(f"{proc}/{pid}/cwd")
+        environ = processes.read_environ(pid)
+        uid = os.stat(f"{processes.PROC_ROOT}/{pid}").st_uid
+        folder = os.readlink(f"{processes.PROC_ROOT}/{pid}/cwd")
     except OSError:
         return None
     prefixes = [os.path.join(folder, prefix) for prefix in find_prefixes(environ)]

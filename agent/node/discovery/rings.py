@@ -103,7 +103,7 @@ def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
     return files, foreign_names
 
 
-def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> int | None:
+def open_pidfd(pid: int, start_ticks: int) -> int | None:
     """A descriptor that becomes readable when this process ends; None if it has ended, or if the
     kernel does not support pidfds.
 
@@ -114,7 +114,7 @@ def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> i
     except OSError:
         return None
     try:
-        if processes.read_stat(pid, proc).start_ticks == start_ticks:
+        if processes.read_stat(pid).start_ticks == start_ticks:
             return fd
     except (OSError, ValueError):
         pass  # the process ended between the two calls

@@ -48,7 +48,6 @@ class WatchedProcess:
     pid: int
     start_ticks: int
     key: str = field(init=False)
-    proc: str
     activity: CpuActivity
     found_ns: int
     ring: RingFile | None = None
@@ -86,7 +85,7 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
-            self.identity = read_identity(self.pid, self.start_ticks, self.launch, self.proc)
+            self.identity = read_identity(self.pid, self.start_ticks, self.launch)
         if self.exit is not None:
             return
         # Calls that were made since the last reading show that the process runs.
@@ -95,7 +94,7 @@ class WatchedProcess:
             self._activity_read_ns = now_ns
             with contextlib.suppress(OSError, ValueError):  # the process has just ended
                 caller_tid = self.history.newest_thread
-                self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
+                self.activity.update_activity(self.pid, now_ns, caller_tid)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
@@ -152,7 +151,7 @@ class WatchedProcess:
             return
         # mpirun's and srun's tasks are recorded from init_process_group on, not when they import torch.
         watched_s = (now_ns - self.found_ns) / 1e9 if self.launch is None else 0.0
-        reason = find_unrecorded_reason(self.pid, watched_s, self.proc)
+        reason = find_unrecorded_reason(self.pid, watched_s)
         if reason != self.identity.unrecorded:
             self.identity = replace(self.identity, unrecorded=reason)
 
@@ -160,13 +159,13 @@ class WatchedProcess:
         """The process has ended, even if `record_exit` was not called yet."""
         if self.pidfd is not None:
             return bool(select.select([self.pidfd], [], [], 0)[0])
-        return processes.read_live_stat(self.pid, self.start_ticks, self.proc) is None
+        return processes.read_live_stat(self.pid, self.start_ticks) is None
 
     def record_exit(self, now_ns: int) -> None:
         """Records that the process has ended, and how."""
         if self.exit is not None:
             return
-        self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd, self.proc)
+        self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd)
         self.exited_at_ns = now_ns
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -197,7 +196,7 @@ class WatchedProcess:
             return None
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with the age of the process as of now.
-            age_s = processes.measure_age_s(self.start_ticks, self.proc)
+            age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
         fetch_calls = functools.partial(self.read_calls, now_ns)
@@ -302,7 +301,6 @@ def watch_process(
     *,
     ring: RingFile | None = None,
     launch: LaunchInfo | None = None,
-    proc: str = processes.PROC_ROOT,
     pidfd: int | None = None,
 ) -> WatchedProcess:
     """Starts to watch a process, which may have ended already. ``launch`` has its rank if it has no
@@ -311,13 +309,12 @@ def watch_process(
     watched = WatchedProcess(
         pid=pid,
         start_ticks=start_ticks,
-        proc=proc,
         activity=CpuActivity(last_busy_ns=now_ns),
         found_ns=now_ns,
         ring=ring,
         launch=launch,
-        pidfd=rings.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
-        flight_reader=make_reader(pid, processes.measure_age_s(start_ticks, proc), proc),
+        pidfd=rings.open_pidfd(pid, start_ticks) if pidfd is None else pidfd,
+        flight_reader=make_reader(pid, processes.measure_age_s(start_ticks)),
     )
     watched.read_state(now_ns)
     return watched
@@ -349,17 +346,12 @@ def parse_identity(
         raise ValueError(f"malformed identity: {error!r}") from error
 
 
-def read_identity(
-    pid: int,
-    start_ticks: int,
-    launch: identity.LaunchInfo | None = None,
-    proc: str = processes.PROC_ROOT,
-) -> ProcessIdentity | None:
+def read_identity(pid: int, start_ticks: int, launch: LaunchInfo | None) -> ProcessIdentity | None:
     """The identity of a process by its environment, or by ``launch``; None if it is not a rank."""
     try:
         if launch is None:
-            launch = identity.parse_environ(processes.read_environ(pid, proc))
-        program = " ".join(processes.read_cmdline(pid, proc))[:300]
+            launch = identity.parse_environ(processes.read_environ(pid))
+        program = " ".join(processes.read_cmdline(pid))[:300]
     except OSError:
         return None
     if launch.rank is None:
@@ -374,7 +366,7 @@ def read_identity(
         start_ticks=start_ticks,
         program=program,
         on_hang=launch.on_hang,
-        started_s=processes.measure_age_s(start_ticks, proc),
+        started_s=processes.measure_age_s(start_ticks),
     )
 
 

@@ -279,9 +279,7 @@ class SiblingFinder:
         return ranks
 
 
-def find_launcher(
-    pid: int, known: ProcessIdentity, proc: str = processes.PROC_ROOT
-) -> _Launcher | None:
+def find_launcher(pid: int, known: ProcessIdentity, proc: str) -> _Launcher | None:
     """The launcher of a recorded rank; None if it cannot be read, or if the rank's environment does not
     name the rank.
 

@@ -58,12 +58,12 @@ class SampleOrder:
     key: str
     pid: int
     start_ticks: int
-    request_id: str = ""
-    native: bool = False
-    ring_path: Path | None = None  # the process writes its stacks beside its ring, if it has one
-    registration: faulthandler_dumps.FaulthandlerRegistration | None = None
-    callers: tuple[Caller, ...] = ()  # the threads that make its calls
-    newest_call: str = ""  # this call is reported with its line where stacks cannot be taken
+    request_id: str
+    native: bool
+    ring_path: Path | None  # the process writes its stacks beside its ring, if it has one
+    registration: faulthandler_dumps.FaulthandlerRegistration | None
+    callers: tuple[Caller, ...]  # the threads that make its calls
+    newest_call: str  # this call is reported with its line where stacks cannot be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,6 @@ def may_read_memory(pid: int) -> bool:
     return code == errno.EFAULT
 
 
-def format_refusal(proc: str = processes.PROC_ROOT) -> str:
+def format_refusal(proc: str) -> str:
     """Why py-spy may not attach, with the remedy."""
     return f"py-spy may not attach: {read_ptrace_facts(proc).explain_refusal()}. {PTRACE_REMEDY}"

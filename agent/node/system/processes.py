@@ -54,7 +54,7 @@ def read_stat(pid: int, proc: str = PROC_ROOT) -> ProcStat:
     return parse_stat(_read_line(f"{proc}/{pid}/stat"))
 
 
-def read_thread_stat(pid: int, thread: int, proc: str = PROC_ROOT) -> ProcStat:
+def read_thread_stat(pid: int, thread: int, proc: str) -> ProcStat:
     """Reads a single thread; the main one's id is the pid. Raises as `read_stat`."""
     return parse_stat(_read_line(f"{proc}/{pid}/task/{thread}/stat"))
 
@@ -70,7 +70,7 @@ class SchedStat(NamedTuple):
 _NO_TIMES = SchedStat()
 
 
-def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> SchedStat:
+def read_schedstat(pid: int, thread: int, proc: str) -> SchedStat:
     """The times of a thread; all are 0 if it has ended."""
     try:
         line = _read_line(f"{proc}/{pid}/task/{thread}/schedstat")
@@ -79,7 +79,7 @@ def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> SchedStat:
     return SchedStat(*map(int, line.split()[:3]))
 
 
-def add_cpu_times(stack: ThreadStack, pid: int, proc: str = PROC_ROOT) -> ThreadStack:
+def add_cpu_times(stack: ThreadStack, pid: int, proc: str) -> ThreadStack:
     """The stack with the CPU time of its thread, if its id is known and it has not ended."""
     try:
         ticks = read_thread_stat(pid, stack.tid or 0, proc).cpu_ticks
@@ -107,7 +107,7 @@ def read_live_stat(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> ProcSta
     return stat if stat.start_ticks == start_ticks and stat.state not in "ZX" else None
 
 
-def read_status(pid: int | str, proc: str = PROC_ROOT) -> dict[str, str]:
+def read_status(pid: int | str, proc: str) -> dict[str, str]:
     """/proc/PID/status by field name. Raises OSError if the process is gone."""
     fields: dict[str, str] = {}
     with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as lines:
@@ -149,7 +149,7 @@ def list_cgroups(
             yield base, base / path.lstrip("/")
 
 
-def list_children(pid: int, proc: str = PROC_ROOT) -> list[int]:
+def list_children(pid: int, proc: str) -> list[int]:
     """Children of all threads of a process; empty if it is gone or the kernel does not list them."""
     children: list[int] = []
     try:
@@ -165,7 +165,7 @@ def list_children(pid: int, proc: str = PROC_ROOT) -> list[int]:
     return children
 
 
-def read_tree_usage_s(pid: int, proc: str = PROC_ROOT) -> tuple[float, float]:
+def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     """CPU time of a process and of its descendants, including ended ones; and how long their main
     threads were ready to run without a CPU.
 
@@ -188,10 +188,10 @@ def read_tree_usage_s(pid: int, proc: str = PROC_ROOT) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
-def measure_age_s(start_ticks: int, proc: str = PROC_ROOT) -> float:
+def measure_age_s(start_ticks: int) -> float:
     """How long ago a process was started, in seconds; 0.0 if the time since boot cannot be read."""
     try:
-        with open(f"{proc}/uptime", "rb") as f:
+        with open(f"{PROC_ROOT}/uptime", "rb") as f:
             uptime_s = float(f.read().split()[0])
     except (OSError, ValueError, IndexError):
         return 0.0

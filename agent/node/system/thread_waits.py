@@ -95,7 +95,7 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
     return []
 
 
-def describe_wait(pid: int, tid: int, proc: str = PROC_ROOT) -> str:
+def describe_wait(pid: int, tid: int, proc: str) -> str:
     """Where a thread is: on a CPU, or where it sleeps in the kernel, as far as this may be read."""
     try:
         state = read_thread_stat(pid, tid, proc).state

@@ -41,7 +41,6 @@ def make_watched_rank(
     made = WatchedProcess(
         pid=number,
         start_ticks=1,
-        proc="/proc",
         activity=CpuActivity(last_busy_ns=0),
         found_ns=0,
         snapshot=snapshot,

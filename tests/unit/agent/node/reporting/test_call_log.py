@@ -29,7 +29,6 @@ class QuickRank:
         self.watched = WatchedProcess(
             pid=os.getpid(),
             start_ticks=1,
-            proc="/proc",
             activity=CpuActivity(last_busy_ns=0),
             found_ns=0,
             ring=RingFile(path=self.path, pid=os.getpid(), start_ticks=1),
