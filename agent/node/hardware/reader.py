@@ -17,7 +17,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -225,34 +224,24 @@ def run_probe(source: Source, host: Host) -> SourceResult:
 
 
 def main() -> None:
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # only this process needs it
+
     # A reader that is blocked must not outlive its node agent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    printing = threading.Lock()
-    for line in sys.stdin:
-        request = json.loads(line)
-        host = Host.from_environ(tuple(request["pids"]))
-        threads = [
-            threading.Thread(target=_print_result, args=(source, host, printing))
-            for source in SOURCES
-            if source.name in request["sources"]
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def _print_result(source: Source, host: Host, printing: threading.Lock) -> None:
-    observations, unavailable = run_probe(source, host)
-    line = json.dumps(
-        {
-            "source": source.name,
-            "observations": [dataclasses.asdict(observation) for observation in observations],
-            "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
-        }
-    )
-    with printing:  # lines longer than PIPE_BUF would be interleaved
-        print(line, flush=True)
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        for line in sys.stdin:
+            request = json.loads(line)
+            host = Host.from_environ(tuple(request["pids"]))
+            requested = [source for source in SOURCES if source.name in request["sources"]]
+            names = {pool.submit(run_probe, source, host): source.name for source in requested}
+            for future in as_completed(names):
+                observations, unavailable = future.result()
+                result = {
+                    "source": names[future],
+                    "observations": [dataclasses.asdict(item) for item in observations],
+                    "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
+                }
+                print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
