@@ -13,12 +13,12 @@ import ctypes
 import dataclasses
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
@@ -149,17 +149,25 @@ class ReaderProcess:
         """
         results: dict[str, SourceResult] = {}
         give_up_at = time.monotonic() + timeout_s
-        lines = self._iter_lines(give_up_at)
-        while len(results) < len(self._names) and (line := next(lines, None)) is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                document = json.loads(line)
-                observations = tuple(
-                    Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
-                    for item in document["observations"]
-                )
-                missing = document["unavailable"]
-                unavailable = UnavailableSource(**missing) if missing else None
-                results[document["source"]] = observations, unavailable
+        unfinished = b""
+        while len(results) < len(self._names):
+            assert self._process is not None and self._process.stdout is not None
+            output, data = self._process.stdout.fileno(), b""
+            if select.select([output], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
+                data = os.read(output, _READ_BYTES)
+            if not data:  # it is late, or has ended
+                break
+            *lines, unfinished = (unfinished + data).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    document = json.loads(line)
+                    observations = tuple(
+                        Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
+                        for item in document["observations"]
+                    )
+                    missing = document["unavailable"]
+                    unavailable = UnavailableSource(**missing) if missing else None
+                    results[document["source"]] = observations, unavailable
         is_late = time.monotonic() >= give_up_at
         status = None
         if len(results) < len(self._names):
@@ -171,19 +179,6 @@ class ReaderProcess:
         return [
             results.get(name) or _explain_missing(name, is_late, status) for name in self._names
         ]
-
-    def _iter_lines(self, give_up_at: float) -> Iterator[bytes]:
-        """The lines that the process prints until it ends, or until ``give_up_at``."""
-        assert self._process is not None and self._process.stdout is not None
-        output, unfinished = self._process.stdout.fileno(), b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(output, selectors.EVENT_READ)
-            while selector.select(max(0.0, give_up_at - time.monotonic())):
-                data = os.read(output, _READ_BYTES)
-                if not data:
-                    return
-                *lines, unfinished = (unfinished + data).split(b"\n")
-                yield from lines
 
     def close(self) -> None:
         process, self._process = self._process, None
