@@ -342,27 +342,21 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
         tree = ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None, None  # the file is for another Python, or it was edited
-    handler_lines: list[int] = []
-    loop_lines: list[int] = []
+    handler_line = loop_line = 0  # the innermost of each kind
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             if node.body[0].lineno <= frame.line <= (node.end_lineno or node.lineno):
-                handler_lines.append(node.lineno)
+                handler_line = max(handler_line, node.lineno)
         elif isinstance(node, ast.While):
             last_line = node.body[-1].end_lineno or node.lineno
-            if not node.lineno <= frame.line <= last_line:
-                continue
-            attributes = [part for part in ast.walk(node.test) if isinstance(part, ast.Attribute)]
-            if any(attribute.attr == _COMPLETION_METHOD for attribute in attributes):
-                loop_lines.append(node.lineno)
-    return _format_line(handler_lines, lines), _format_line(loop_lines, lines)
+            attributes = [getattr(part, "attr", "") for part in ast.walk(node.test)]
+            if node.lineno <= frame.line <= last_line and _COMPLETION_METHOD in attributes:
+                loop_line = max(loop_line, node.lineno)
+    return _format_line(handler_line, lines), _format_line(loop_line, lines)
 
 
-def _format_line(numbers: list[int], lines: list[str]) -> str | None:
-    if not numbers:
-        return None
-    innermost = lines[max(numbers) - 1]
-    return innermost.strip().rstrip(":")[:_MAX_LINE_CHARS]
+def _format_line(number: int, lines: list[str]) -> str | None:
+    return lines[number - 1].strip().rstrip(":")[:_MAX_LINE_CHARS] if number else None
 
 
 def _read_lines(file: str, pid: int, proc: str) -> list[str]:
