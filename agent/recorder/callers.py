@@ -30,6 +30,8 @@ _MAX_CACHED = 4096  # code objects; beyond that all caches are cleared
 # standard library, and this package.
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 _STDLIB = sysconfig.get_path("stdlib")
+_STDLIB_PREFIXES = (f"{_STDLIB}/", f"{sysconfig.get_path('platstdlib')}/")
+_LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")
 _OWN_DIR = os.path.join(os.path.dirname(__file__), "")
 _NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
 _call_function: Callable[..., Any] = operator.methodcaller("__call__")
@@ -145,22 +147,20 @@ class CallSites:
         self, ring: RingWriter, on_origin: Callable[[int, int | None], None] | None = None
     ) -> None:
         """``on_origin(id(code), origin)`` is called for each new code object; None revokes all."""
+        import torch
+
         self._ring = ring
         self._on_origin = on_origin
         # The origin of each code object by its id, which is unique while the object is kept here.
         self._origins: dict[int, tuple[int, CodeType]] = {}
         self._site_numbers: dict[tuple[int, int], int] = {}
         self._user_site_numbers: dict[tuple[int, int], int] = {}
-        torch = getattr(sys.modules.get("torch"), "__file__", None)
         self._machinery_prefixes = (
-            *((f"{Path(torch).parent}/",) if torch else ()),
+            f"{Path(torch.__file__).parent}/",
             f"{Path(__file__).resolve().parent}/",
             str(hangwatch.__file__),
             "<frozen ", "<eval_with_key>", "<torch_package",
         )  # fmt: skip
-        paths = sysconfig.get_paths()
-        self._stdlib_prefixes = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
-        self._library_parts = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
     def get_cached_site(self, frame: FrameType) -> int:
         """A faster `find_site`: it returns 0 if the frame is not the user's, or its site is new."""
@@ -209,10 +209,10 @@ class CallSites:
         file = code.co_filename
         if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
             origin = _MACHINERY
-        elif any(part in file for part in self._library_parts):
+        elif any(part in file for part in _LIBRARY_PARTS):
             origin = _LIBRARY
         else:
-            origin = _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER
+            origin = _MACHINERY if file.startswith(_STDLIB_PREFIXES) else _USER
         self._origins[id(code)] = (origin, code)
         if self._on_origin is not None:
             self._on_origin(id(code), origin)

@@ -72,7 +72,7 @@ class CallReader:
         self._group_index = find_group_index(schema)
         self.tensors_index = indices.get(spec.tensors_arg or "tensor", -1)
         self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
-        self.reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
+        self.reduce_op_index = _find_type(schema, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
         self.root_index = indices.get("root_rank", -1)
         # A receive from any source has no peer.
@@ -378,7 +378,7 @@ def iter_communicating_operators() -> Iterator[TorchOperator]:
 
 def find_group_index(schema: Any) -> int:
     """The position of the argument that holds the process group; -1 if there is none."""
-    return _find_type(schema.arguments, _GROUP_TYPE)
+    return _find_type(schema, _GROUP_TYPE)
 
 
 def find_tensor_indices(schema: Any) -> tuple[int, ...]:
@@ -407,9 +407,10 @@ def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
     )
 
 
-def _find_type(values: Any, type_name: str) -> int:
-    for index, value in enumerate(values):
-        if type_name in str(value.type):
+def _find_type(schema: Any, type_name: str) -> int:
+    """The position of the first argument of a type; -1 if there is none."""
+    for index, argument in enumerate(schema.arguments):
+        if type_name in str(argument.type):
             return index
     return -1
 

@@ -73,9 +73,8 @@ class WeakTable(Generic[Value]):
 
 
 class RankedCreation(threading.local):
-    """The number of functions that number members by ranks that this thread is in.
-
-    A context manager would be seen by Dynamo.
+    """Counts the functions that this thread is in and that number members by the ranks of the world.
+    Dynamo would see a context manager.
     """
 
     depth = 0
@@ -167,7 +166,14 @@ class OriginTracker:
 
     def _make_foreign_origin(self, store: Any, rank: int, size: int) -> GroupOrigin:
         path = self._find_store_path(store)
-        name = "/".join(part for part in path[1:] if part) or _get_scheme(store)
+        name = "/".join(filter(None, path[1:]))
+        if not name:
+            innermost = store
+            while (inner := getattr(innermost, "underlying_store", None)) is not None:
+                innermost = inner
+            port = getattr(innermost, "port", None)
+            has_port = isinstance(port, int)
+            name = f"store at port {port}" if has_port else type(innermost).__name__
         text = "\0".join((*path, str(size)))
         counts = self._creation_counts
         if len(counts) >= _MAX_COUNTED:
@@ -223,13 +229,6 @@ def _is_registered_with_ranks(pg: Any) -> bool:
         return bool(numbers.get(c10d.get_rank(), -1) == pg.rank())
     except (AttributeError, RuntimeError, ValueError):
         return False
-
-
-def _get_scheme(store: Any) -> str:
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    port = getattr(store, "port", None)
-    return f"store at port {port}" if isinstance(port, int) else type(store).__name__
 
 
 def _describe_server(store: Any) -> str:

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _dispatch_keyset_full_after
 
 from hangwatch.model.calls import LossReason
 
@@ -62,7 +61,6 @@ class KernelRegistry:
     def __init__(self, native: NativeLibrary | None, *, with_checks: bool) -> None:
         self._native = native
         self._with_checks = with_checks
-        self._lower_keyset = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
         self._registered: set[str] = set()
         # No fragment of ours may outlive or shadow that of others: torch warns of an override only
         # where a kernel was registered before.
@@ -88,7 +86,7 @@ class KernelRegistry:
 
                 arguments = TensorArguments(reader, operator.schema)
                 checked = arguments if arguments.input_index >= 0 else None
-            kernel = make_kernel(reader, operator.overload, self._lower_keyset, checked)
+            kernel = make_kernel(reader, operator.overload, checked)
             self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
 
     def _register_native_kernel(self, native: NativeLibrary, operator: TorchOperator) -> None:

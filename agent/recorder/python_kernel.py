@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet, _is_torch_function_mode_enabled
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_keyset_full_after,
+    _is_torch_function_mode_enabled,
+)
 from torch._C._distributed_c10d import Work
 
 from hangwatch.model.calls import LossReason
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 EnterResult = tuple[EnteredCall | None, dict[str, Any] | None]
 
 _current_recorder: Recorder | None = None
+_lower_keyset = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _dense_bits, _sparse_bits, _nested_bits = (
     DispatchKeySet(key).raw_repr()
     for key in (DispatchKey.Meta, DispatchKey.SparseMeta, DispatchKey.NestedTensor)
@@ -101,7 +107,7 @@ def can_communicate(keyset: Any) -> bool:
 
 
 def make_kernel(
-    reader: CallReader, overload: Any, lower_keyset: Any, checked: TensorArguments | None = None
+    reader: CallReader, overload: Any, checked: TensorArguments | None
 ) -> Callable[..., Any]:
     """Makes the function that torch calls. Only the user's own exceptions leave it.
 
@@ -119,7 +125,7 @@ def make_kernel(
         try:
             lower = lower_keysets[bits_of(keyset)]
         except KeyError:
-            lower = (keyset & lower_keyset,)
+            lower = (keyset & _lower_keyset,)
             if not can_communicate(keyset):
                 return redispatch(*(lower + args))
             lower_keysets[bits_of(keyset)] = lower

@@ -126,11 +126,14 @@ class RingWriter:
     def _write_locked(self, table: Table, index: int, *values: Any) -> None:
         """Writes a slot that begins with a lock."""
         at = table.locate_slot(index)
+        word = at >> 3
         # If two threads write it at the same time, the lock is even after both nevertheless.
-        lock = self._words[at >> 3] | 1
-        self._words[at >> 3] = lock
-        table.slot.pack_into(self.map, at, lock, *values)
-        self._words[at >> 3] = lock + 1
+        lock = self._words[word] | 1
+        self._words[word] = lock
+        # `pack_into` would clear the lock for a moment.
+        content = table.slot.pack(lock, *values)
+        self.map[at + 8 : at + len(content)] = content[8:]
+        self._words[word] = lock + 1
 
     def intern_signature(self, data: Mapping[str, Any]) -> int:
         """Interns a signature; its number is valid for `SIGNATURE_LIFETIME_ENTRIES` further ones."""
@@ -155,9 +158,10 @@ class RingWriter:
         if number % (lifetime // 2) == 0:
             self._rollover_callback()
         at = table.locate_slot(number)
-        self._words[at >> 3] = 0
+        word = at >> 3
+        self._words[word] = 0
         table.slot.pack_into(self.map, at, 0, len(raw), raw)
-        self._words[at >> 3] = number
+        self._words[word] = number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
         """``callback`` is called after half the lifetime of the numbers given out, so that caches

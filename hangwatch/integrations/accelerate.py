@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .phases import wrap_method
+from .phases import declare_checkpoints
 
 _CHECKPOINT_METHODS = ("save_state", "load_state", "save_model", "save")
 
@@ -16,4 +16,4 @@ def declare_phases(accelerator: Any, *, checkpoint_limit: float | None = None) -
     Without it, the server's ``--slow-limit`` applies.
     """
     for method_name in _CHECKPOINT_METHODS:
-        wrap_method(accelerator, method_name, "checkpoint", checkpoint_limit)
+        declare_checkpoints(accelerator, method_name, checkpoint_limit)

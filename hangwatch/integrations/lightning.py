@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import hangwatch
 
-from .phases import OpenPhase, wrap_method
+from .phases import OpenPhase, declare_checkpoints
 
 if TYPE_CHECKING:
     _Callback = object
@@ -33,7 +33,7 @@ class LightningCallback(_Callback):
         self._phase = OpenPhase()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        wrap_method(trainer, "save_checkpoint", "checkpoint", self._checkpoint_limit)
+        declare_checkpoints(trainer, "save_checkpoint", self._checkpoint_limit)
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         hangwatch.step(trainer.global_step)

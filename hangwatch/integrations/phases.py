@@ -25,15 +25,15 @@ class OpenPhase:
         self._phases.close()
 
 
-def wrap_method(owner: Any, method_name: str, phase: str, limit: float | None) -> None:
-    """Declares each call of a method, if the object has it and it is not wrapped already."""
+def declare_checkpoints(owner: Any, method_name: str, limit: float | None) -> None:
+    """Declares each call of a method as a checkpoint, if the object has it, and only once."""
     method: Callable[..., Any] | None = getattr(owner, method_name, None)
     if method is None or hasattr(method, "__hangwatch__"):
         return
 
     @functools.wraps(method)
     def call_in_phase(*args: Any, **kwargs: Any) -> Any:
-        with hangwatch.phase(phase, limit):
+        with hangwatch.phase("checkpoint", limit):
             return method(*args, **kwargs)
 
     call_in_phase.__hangwatch__ = True  # type: ignore[attr-defined]

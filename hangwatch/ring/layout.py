@@ -119,7 +119,7 @@ UNKNOWN_COMPLETED = (1 << 64) - 1
 
 STREAM_SLOTS, RECORD_SLOTS, CHECK_SLOTS = 8192, 2048, 1024
 HEAP_SIZE = 1 << 22
-TEXT_OFFSET = 12  # of the JSON in a note or an interned entry
+TEXT_OFFSET = 12  # the offset of the JSON in a note or an interned entry
 _NOTE_STRUCT = struct.Struct(f"<QI{2000 - TEXT_OFFSET}s")
 _INTERNED_STRUCT = struct.Struct(f"<QI{384 - TEXT_OFFSET}s")
 IDENTITY = Table(1024, 1, struct.Struct(f"<QI{5000 - TEXT_OFFSET}s"))

@@ -56,8 +56,8 @@ class RingParts:
     def __init__(self, data: Any) -> None:
         """``data`` is bytes-like, and can be sliced. Raises RingError if its header is invalid."""
         self.data = data
-        # The lock of each note when it was last read, and its content.
-        self._known_notes: dict[Table, tuple[int, JsonObject]] = {}
+        # The lock of each note when it was last read, and its content, by the offset of the note.
+        self._known_notes: dict[int, tuple[int, JsonObject]] = {}
         size = len(data)
         if size < HEADER_SIZE:
             raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
@@ -97,7 +97,7 @@ class RingParts:
 
     def read_note(self, note: Table) -> JsonObject | None:
         """The content of a note; None if it is absent or unreadable."""
-        known_lock, known_content = self._known_notes.get(note, (0, None))
+        known_lock, known_content = self._known_notes.get(note.offset, (0, None))
         if self._read_word(note.offset) == known_lock:  # it is 0 as long as the note is absent
             return known_content
         values = self._read_locked(note, 0)
@@ -106,7 +106,7 @@ class RingParts:
         lock, length, text = values
         content = parse_object(text[:length])
         if content is not None:
-            self._known_notes[note] = lock, content
+            self._known_notes[note.offset] = lock, content
         return content
 
     def read_device_entries(self) -> tuple[DeviceEntry, ...]:
@@ -142,9 +142,15 @@ class RingParts:
     def count_records(self) -> int:
         """The number of records written so far: the header's count dates from the last poll."""
         written = self.read_live_word(LiveWord.RECORDS)
-        while (stamp := self.read_stamp(self.records, written)) > written:
+        data, table = self.data, self.records
+        start, count, size = table.offset, table.count, table.slot.size
+        while True:
+            # This is `read_stamp` for each record since, without the cost of function calls.
+            offset = start + written % count * size
+            stamp = int.from_bytes(data[offset : offset + 8], "little")
+            if stamp <= written:
+                return written
             written = stamp
-        return written
 
     def has_record(self, index: int) -> bool:
         """The record with this index was written, or is being written. It may have been overwritten."""
@@ -156,12 +162,13 @@ class RingParts:
 
     def read_stamped(self, table: Table, index: int) -> tuple[Any, ...] | None:
         """A record or a check entry; None while it is being written and once it is overwritten."""
-        values = table.slot.unpack_from(self.data, table.locate_slot(index))
+        offset = table.locate_slot(index)
+        values = table.slot.unpack_from(self.data, offset)
         stamp = index + 1
         if values[0] != stamp or values[-1] != stamp & 0xFFFFFFFF:
             return None
         # Read the stamp again: the slot may have been reused meanwhile.
-        return values if self.read_stamp(table, index) == stamp else None
+        return values if self._read_word(offset) == stamp else None
 
     def read_record(self, index: int) -> Record | None:
         """One record; None while it is being written and after it was overwritten."""
@@ -169,7 +176,7 @@ class RingParts:
 
     def read_records(self, first: int, end: int) -> list[Record]:
         """The records from ``first`` up to ``end`` that are whole and still in the ring, oldest
-        first. They are copied at once: one by one, they take several times as long.
+        first. They are copied together: one by one, they take several times as long.
         """
         table = self.records
         first = max(first, end - table.count)

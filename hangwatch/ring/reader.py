@@ -17,6 +17,9 @@ from . import layout, parts
 from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
 
+# The flags that are read of every record.
+_RETRACTED = RecordFlag.RETRACTED
+_SHARED = RecordFlag.SHARED
 # A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
@@ -229,7 +232,7 @@ class RingReader(parts.RingParts):
         newest_records = {
             record[UID]: record
             for record in self.read_records(polled, written)
-            if not record[FLAGS] & RecordFlag.RETRACTED
+            if not record[FLAGS] & _RETRACTED
         }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
         slots = self._copy_bytes(self.streams.offset, slot_count * self.streams.slot.size)
@@ -386,7 +389,7 @@ class RingReader(parts.RingParts):
             if seq < from_seq:
                 break
             if seq % step == 0 and seq <= to_seq:
-                if len(calls) >= max_calls and not record[FLAGS] & RecordFlag.RETRACTED:
+                if len(calls) >= max_calls and not record[FLAGS] & _RETRACTED:
                     break
                 self._add_older_call(calls, record, now_ns)
         calls.reverse()
@@ -397,7 +400,7 @@ class RingReader(parts.RingParts):
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
-            if len(calls) < max_calls or record[FLAGS] & RecordFlag.RETRACTED:
+            if len(calls) < max_calls or record[FLAGS] & _RETRACTED:
                 self._add_older_call(calls, record, now_ns)
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
 
@@ -405,7 +408,7 @@ class RingReader(parts.RingParts):
         """Adds the call of a record to the later calls of its stream, newest first. A retracted call
         is added to the one that got its number, if any did.
         """
-        if not record[FLAGS] & RecordFlag.RETRACTED:
+        if not record[FLAGS] & _RETRACTED:
             calls.append(self._decode_record(record, now_ns))
         elif calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
             retracted = self._decode_record(record, now_ns)
@@ -447,7 +450,7 @@ class RingReader(parts.RingParts):
         records: list[Record] = []
         retracted: dict[int, tuple[int, int]] = {}
         for record in self.read_records(first_index, written):
-            if record[FLAGS] & RecordFlag.RETRACTED:
+            if record[FLAGS] & _RETRACTED:
                 retracted[record[STAMP] - 1] = record[UID], record[SEQ]
             elif record[STAMP] > from_index:
                 records.append(record)
@@ -458,7 +461,7 @@ class RingReader(parts.RingParts):
             uid = record[UID]
             chains.setdefault(uid, {})[record[SEQ]] = record[CHAIN]
             newest_signatures[uid] = record[SIGNATURE]
-            if record[FLAGS] & RecordFlag.SHARED:
+            if record[FLAGS] & _SHARED:
                 first_concurrent.setdefault(uid, record[SEQ])
         newest_ops = {
             uid: self.read_signature(number).op for uid, number in newest_signatures.items()

@@ -10,7 +10,7 @@ The user may change a result as soon as its Work is complete. It is examined fir
   `backward` returns, and no other code accesses the bucket until then. The engine runs our callback
   after the reducer's, in the same thread.
 
-The results of other asynchronous calls are not examined: their caller may change them at once.
+The results of other asynchronous calls are not examined: their caller may change them.
 
 The findings go to the check table behind the ring's heap, which `hangwatch.ring.checks` reads.
 """

@@ -21,7 +21,7 @@ class CheckSettings:
 
     @property
     def any_enabled(self) -> bool:
-        return self.replicas or self.nonfinite or self.values
+        return bool(self.enabled_names)
 
     @property
     def enabled_names(self) -> str:

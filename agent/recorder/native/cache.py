@@ -86,10 +86,9 @@ def get_cache_dir(env: Environment) -> Path:
     """HANGWATCH_CACHE_DIR, else the user's cache (XDG Base Directory Specification)."""
     if configured := env.get("HANGWATCH_CACHE_DIR"):
         return Path(configured)
-    return Path(
-        env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache",
-        "hangwatch",
-    )
+    if base := env.get("XDG_CACHE_HOME"):
+        return Path(base, "hangwatch")
+    return Path(env.get("HOME") or "~").expanduser() / ".cache/hangwatch"
 
 
 def append_digest(library_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_unknown_state_of_newer_writer_is_ignored(ring: RingWriter) -> None:
     assert snapshot.device_status is DeviceStatusState.UNKNOWN
 
 
-def test_note_that_two_threads_wrote_at_once_stays_readable(ring: RingWriter) -> None:
+def test_note_that_two_threads_wrote_at_the_same_time_stays_readable(ring: RingWriter) -> None:
     reader = RingParts(ring.map)
     lock = FAULTS.offset
     ring.map[lock] = 1  # another thread is writing it
