@@ -102,7 +102,7 @@ def _trace_alignment(
             if scores:
                 best[i, j], preceding[i, j] = max(scores, key=itemgetter(0))
     # At an end, one side has no more calls.
-    ends = [cell for cell in best if cell[0] == len(left) or cell[1] == len(right)]
+    ends = [(i, j) for i, j in best if i == len(left) or j == len(right)]
     highest = max(best[end] for end in ends)
     best_ends = [end for end in ends if best[end] == highest]
     # One call too few looks the same as one too many if calls come in rounds of two.

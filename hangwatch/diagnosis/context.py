@@ -119,7 +119,7 @@ class DiagnosisContext:
         """
         self.verdicts.append(verdict)
         if explains is not None:
-            self.explained_ranks.update(verdict.culprits, verdict.waiting, explains)
+            self.explained_ranks.update(verdict.involved_ranks, explains)
         if samples:
             self.request_stacks(verdict.culprits, verdict.waiting, verdict.began_at)
 

@@ -26,7 +26,7 @@ from .context import DiagnosisContext
 from .messages import (
     describe_position,
     describe_ranks,
-    format_call_short,
+    format_call,
     format_exception,
     format_waiter_count,
 )
@@ -192,7 +192,7 @@ class _Comparison:
         """A call that raised an exception on ``ranks`` only. Unless their scripts are known to have
         continued, the exception may have ended them. ``behind`` is the clause on how many calls they are behind.
         """
-        described = f"call {call.seq} ({format_call_short(call)})"
+        described = f"call {call.seq} ({format_call(call, ', ')})"
         if all(self._continued_after(rank, call) for rank in ranks):
             which = "which raised an exception there, after which its script continued"
             return f"{behind} since {described}, {which}", call.seq
@@ -244,7 +244,7 @@ def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Expl
     when = "earlier" if right.seq < left.seq else "later"
     note = (
         f"made {left.signature.op} {when} than {reference}: as call {right.seq}"
-        f" ({format_call_short(right)}) and not {left.seq}"
+        f" ({format_call(right, ', ')}) and not {left.seq}"
     )
     return note, min(left.seq, right.seq)
 
@@ -260,7 +260,7 @@ def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explana
     which = f"call {first.seq}"
     if len(omitted) > 1:
         which = f"{len(omitted)} calls from call {first.seq} on"
-    note = f"skipped {which} ({format_call_short(first)})"
+    note = f"skipped {which} ({format_call(first, ', ')})"
     made = _find_call(right, seq)
     first_seq = seq - max(_MAX_REPEAT_DISTANCE, len(omitted))
     for call in reversed(right):
@@ -445,7 +445,7 @@ def describe_shift(shift: CallShift, reference: str, verb: str) -> str:
     if first is None:
         return f"{text} call {last.seq} or earlier"
     if first.seq != last.seq:
-        return f"{text} one of calls {first.seq}-{last.seq} ({format_call_short(first)})"
+        return f"{text} one of calls {first.seq}-{last.seq} ({format_call(first, ', ')})"
     pronoun = "they" if verb == "have been" else "it"
     if count > 1:
         which = f"the first that {pronoun} never made"
@@ -453,7 +453,7 @@ def describe_shift(shift: CallShift, reference: str, verb: str) -> str:
         which = f"which {pronoun} never made"
     else:
         which = "which the others never made"
-    return f"{text} call {first.seq} ({format_call_short(first)}), {which}"
+    return f"{text} call {first.seq} ({format_call(first, ', ')}), {which}"
 
 
 def _count_calls(count: int) -> str:

@@ -67,9 +67,7 @@ def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost
     scope = KINDS[verdict.kind].hardware
     if scope is HardwareScope.NONE:
         return []
-    ranks = verdict.culprits
-    if scope is HardwareScope.ALL:
-        ranks += verdict.waiting
+    ranks = verdict.involved_ranks if scope is HardwareScope.ALL else verdict.culprits
     hosts: dict[str, InvolvedHost] = {}
     for rank in ranks:
         process = attempt.processes.get(rank)

@@ -57,20 +57,13 @@ def join_notes(notes: list[str]) -> str:
     return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 
-def format_call(call: Call | None) -> str:
+def format_call(call: Call | None, joint: str = " at ") -> str:
     """``all_reduce at train.py:41``, as far as it is known."""
     if call is None:
         return "a collective"
     if call.site is None:
         return call.signature.op
-    return f"{call.signature.op} at {format_line(call.site)}"
-
-
-def format_call_short(call: Call) -> str:
-    """``all_reduce, train.py:41``."""
-    if call.site is None:
-        return call.signature.op
-    return f"{call.signature.op}, {format_line(call.site)}"
+    return f"{call.signature.op}{joint}{format_line(call.site)}"
 
 
 def format_line(site: Site) -> str:

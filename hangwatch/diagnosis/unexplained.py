@@ -43,7 +43,7 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
     explained: set[int] = set()
     for verdict in context.verdicts:
         if verdict.is_confirmed:
-            explained.update(verdict.culprits, verdict.waiting)
+            explained.update(verdict.involved_ranks)
     latest = context.now - context.limits.stall_after_s
     waits: list[BlockedCall | _Wait] = []
     for group in context.graph.waiter_groups:  # as many as 100,000 waits

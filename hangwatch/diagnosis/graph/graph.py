@@ -213,8 +213,7 @@ def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
     for rank, stream, state in attempt.list_outside_waits():
         builder.add_outside_wait(rank, stream, state)
     builder.drop_unfounded_waits()
-    builder.add_unrecorded_waits(excluded)
-    builder.resolve_uncounted_waits()
+    builder.add_waits_seen_in_stacks(excluded)
     return graph
 
 
@@ -421,24 +420,20 @@ class _GraphBuilder:
                 else:
                     graph.uncertain_ranks.discard(rank)
 
-    def add_unrecorded_waits(self, excluded: Collection[int]) -> None:
-        """Adds the ranks whose stacks show that they wait for communication, although all their recorded
-        calls are complete: not all of their calls are recorded.
-        """
-        ranks = self._attempt.incomplete_ranks - self._graph.get_waiting_ranks()
+    def add_waits_seen_in_stacks(self, excluded: Collection[int]) -> None:
+        """Adds what only stacks show, because not all calls are recorded."""
+        graph = self._graph
+        # Ranks that wait for communication, although all their recorded calls are complete.
+        ranks = self._attempt.incomplete_ranks - graph.get_waiting_ranks()
         for rank in ranks.difference(excluded):
             process = self._attempt.processes[rank]
             since = process.idle_since
             if since <= self._before:
                 thread = get_calling_thread_since(process, since)
                 if waits_for_communication(thread):
-                    self._graph.unrecorded_waits[rank] = since
-
-    def resolve_uncounted_waits(self) -> None:
-        """Finds by stacks whom a call waits for where counts do not show it: the ranks that are in code
-        of their own, if all others for which it may wait are seen to wait.
-        """
-        graph = self._graph
+                    graph.unrecorded_waits[rank] = since
+        # A call whose awaited ranks counts do not show waits for those that are in code of their own, if
+        # all others for which it may wait are seen to wait.
         waiting = graph.get_waiting_ranks()
         for rank, calls in list(graph.uncounted_waits.items()):
             resolved: list[BlockedCall] = []

@@ -25,6 +25,8 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 MIN_CPU_SHARE = 0.05
 MIN_READY_SHARE = 1 / 3
 
+_Functions = tuple[tuple[str, str], ...]  # the file and the name of each, the outermost first
+
 
 def list_samples_since(process: Process, since: float) -> list[StackSample]:
     """The samples since then that show any thread."""
@@ -51,8 +53,8 @@ def has_stack_changed(process: Process, since: float) -> bool:
     """Whether a rank's calling thread was in different Python functions. What a loop calls between two
     sleeps does not count: such a loop polls.
     """
-    stacks: set[tuple[tuple[str, str], ...]] = set()
-    polling: set[tuple[tuple[str, str], ...]] = set()  # stacks that end in a sleep
+    stacks: set[_Functions] = set()
+    polling: set[_Functions] = set()  # stacks that end in a sleep
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
         if caller is None:

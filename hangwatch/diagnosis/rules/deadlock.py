@@ -150,12 +150,16 @@ def _explain_by_tags(
     if was_sent_tag_received or was_awaited_tag_sent:
         advice = REORDERED_TAGS_ADVICE
         if not (was_sent_tag_received and was_awaited_tag_sent):
+            # They have used only one of the two tags.
             new_tag = receiving.tag if was_sent_tag_received else sending.tag
-            advice = format_new_tag_advice(new_tag)
+            advice = (
+                f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is"
+                " wrong, or one of them uses its tags in a different order."
+            )
         summary = f"{verdict.summary}; {description}"
         return replace(verdict, differing_fields=("tag",), summary=summary, advice=advice)
     culprits = tuple(sorted((receiver, sender)))
-    waiting = {*verdict.culprits, *verdict.waiting} - set(culprits)
+    waiting = set(verdict.involved_ranks).difference(culprits)
     return replace(
         verdict,
         kind=VerdictKind.MISMATCH,
@@ -167,14 +171,6 @@ def _explain_by_tags(
         calls=(*get_newest_call(sending, sender), *get_newest_call(receiving, receiver)),
         summary=description,
         advice=WRONG_TAG_ADVICE,
-    )
-
-
-def format_new_tag_advice(new_tag: int | None) -> str:
-    """The advice where the two ranks have used only the other of the two tags before."""
-    return (
-        f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is wrong,"
-        " or one of them uses its tags in a different order."
     )
 
 

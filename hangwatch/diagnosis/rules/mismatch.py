@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, permutations
+from itertools import chain, islice, permutations
 from typing import NamedTuple
 
 from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
@@ -513,11 +513,19 @@ def _accuse_split_outliers(
     shown_first = outliers[:_MAX_OUTLIERS_FIRST]
     if exchange is not None:
         shown_first += (exchange.sender, exchange.receiver)
-    classes = _group_by_splits(calls, shown_first, outliers)
+    # The ranks with equal sizes together, the outliers separate from the others.
+    classes: dict[object, list[int]] = {}
+    for rank in dict.fromkeys((*shown_first, *sorted(calls))):
+        sizes = rank in outliers, calls[rank].signature.splits
+        classes.setdefault(sizes, []).append(rank)
+    shown = tuple(
+        CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]])
+        for ranks in islice(classes.values(), _MAX_CLASSES_SHOWN)
+    )
     callers = {rank: members[rank] for rank in sorted(calls)}
     group = next(iter(members.values())).group
     if exchange is None:
-        summary = describe_mismatch(outliers, classes, ("splits",), group, seq)
+        summary = describe_mismatch(outliers, shown, ("splits",), group, seq)
     else:
         position = describe_position(group, seq)
         sender, receiver = f"rank {exchange.sender}", f"rank {exchange.receiver}"
@@ -528,22 +536,10 @@ def _accuse_split_outliers(
         else:
             noun = "element" if exchange.sent == 1 else "elements"
             clause = f"{sender} sends {sent} {noun} to {receiver}, which expects {expected}"
-        summary = f"{clause} ({classes[0].call.signature.op}, {position})"
+        summary = f"{clause} ({shown[0].call.signature.op}, {position})"
         if not {exchange.sender, exchange.receiver}.issuperset(outliers):
             summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
-    _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
-
-
-def _group_by_splits(
-    calls: dict[int, Call], shown_first: tuple[int, ...], outliers: tuple[int, ...]
-) -> tuple[CallClass, ...]:
-    """The ranks with equal sizes together, the outliers separate from the others."""
-    classes: dict[object, list[int]] = {}
-    for rank in dict.fromkeys((*shown_first, *sorted(calls))):
-        key = (rank in outliers, calls[rank].signature.splits)
-        classes.setdefault(key, []).append(rank)
-    shown = list(classes.values())[:_MAX_CLASSES_SHOWN]
-    return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
+    _accuse_callers(context, callers, outliers, seq, ("splits",), shown, summary)
 
 
 def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:

@@ -437,15 +437,12 @@ class _ChainEnds:
                 if process.identity.unrecorded:
                     unwatched.append(rank)
                 continue
-            for blocked in self.waits_by_end[rank].blocked_calls:
-                state = blocked.stream.group_state
-                if state is None:
-                    continue
-                if id(state) not in is_shown:
+            states = [b.stream.group_state for b in self.waits_by_end[rank].blocked_calls]
+            for state in states:
+                if state is not None and id(state) not in is_shown:
                     is_shown[id(state)] = shows_all_members(attempt, state)
-                if is_shown[id(state)]:
-                    unwatched.append(rank)
-                    break
+            if any(is_shown.get(id(state)) for state in states):
+                unwatched.append(rank)
         return unwatched
 
     def _accuse_unwatched_ranks(self, ranks: tuple[int, ...]) -> None:
