@@ -129,15 +129,13 @@ def with_agreement_hash(
     Element counts are compared instead of shapes: backends transfer elements, and a rank may
     legally pass a view of another shape.
     """
-    parts = [signature.op]
-    if must_match & MustMatch.DTYPE:
-        parts.append(f"dtype={signature.dtype}")
-    if must_match & MustMatch.SHAPE:
-        parts.append(f"numels={numels}")
-    if must_match & MustMatch.REDUCE_OP:
-        parts.append(f"reduce={signature.reduce_op}")
-    if must_match & MustMatch.ROOT:
-        parts.append(f"root={signature.root}")
+    arguments = {
+        MustMatch.DTYPE: f"dtype={signature.dtype}",
+        MustMatch.SHAPE: f"numels={numels}",
+        MustMatch.REDUCE_OP: f"reduce={signature.reduce_op}",
+        MustMatch.ROOT: f"root={signature.root}",
+    }
+    parts = [signature.op, *(text for flag, text in arguments.items() if flag in must_match)]
     if signature.detail is not None:
         parts.append(signature.detail)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()

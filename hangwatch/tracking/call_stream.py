@@ -107,7 +107,6 @@ class CallStream:
     member_peer: int | None = None  # the peer's number in a foreign group
     entered: int = 0
     completed: int | None = None
-    chain: int = 0
     op: str = ""
     entered_at: float = 0.0
     pending_at: float | None = None

@@ -162,7 +162,6 @@ def _apply_stream_update(
     stream.entered = entered
     # The two numbers are usually equal: as one object they take half the memory.
     stream.completed = entered if completed == entered else completed
-    stream.chain = chain
     stream.entered_at = entered_at
     if op and op != stream.op:
         stream.op = intern(op)
@@ -180,8 +179,6 @@ def _apply_stream_update(
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
-        if stream.reported_hashes and stream.reported_hashes[-1][1] == chain:
-            stream.chain = stream.reported_hashes[-1][1]  # All ranks share this object.
     if calls:
         record_calls(process, stream, calls)
     if concurrent_calls and not stream.concurrent_calls:
@@ -240,15 +237,14 @@ def record_calls(process: Process, stream: CallStream, calls: tuple[Call, ...]) 
     those of other members, completed ones are kept too.
     """
     attempt = process.attempt
-    pairs: dict[int, int] = {}
     for call in calls:
         stream.add_call(attempt.intern_call(call))
-        # The hash of the newest call came with the stream's position.
-        if call.chain and (call.seq, call.chain) != (stream.entered, stream.chain):
-            pairs[call.seq] = call.chain
     attempt.track_calls(process, stream, calls)
-    if pairs:
-        attempt.record_hashes(stream, tuple(sorted(pairs.items())))
+    if stream.group_state is not None:
+        pairs = {call.seq: call.chain for call in calls if call.chain}
+        # The hash of the newest call often came with the stream's position.
+        new_pairs = pairs.items() - set(stream.reported_hashes[-1:])
+        attempt.record_hashes(stream, tuple(sorted(new_pairs)))
     if stream.answered:
         stream.drop_old_calls(CALLS_KEPT)
     elif process.is_alive and (
