@@ -11,7 +11,7 @@ GroupKey = tuple[int, str, tuple[int, ...], int]
 
 # The backend of a group that is only known from `hangwatch.collective`.
 DECLARED_BACKEND = "declared"
-_MAX_CACHED_RANKS = 1 << 17
+_MAX_RANKS, _MAX_CACHED_RANKS = 1 << 20, 1 << 17
 
 
 class OutsideMember(int):
@@ -122,11 +122,11 @@ def count_ranks(text: str) -> int:
     )
 
 
-def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
+def unpack_ranks(text: str) -> tuple[int, ...]:
     """The inverse of `pack_ranks`. Raises ValueError for malformed text or too many ranks."""
     count = count_ranks(text)
-    if count > max_ranks:
-        raise ValueError(f"more than {max_ranks} ranks")
+    if count > _MAX_RANKS:
+        raise ValueError(f"more than {_MAX_RANKS} ranks")
     return _unpack_cached(text) if count <= _MAX_CACHED_RANKS else _unpack(text)
 
 

@@ -54,7 +54,7 @@ def is_loopback_peer(connection: Any) -> bool:
     return ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback
 
 
-def is_trusted_peer(connection: Any, accept_timeout_s: float = 0.0) -> bool:
+def is_trusted_peer(connection: Any, accept_timeout_s: float) -> bool:
     """Whether this user or root is at the other end of a connected TCP socket, on this machine."""
     return find_peer_uid(connection, accept_timeout_s) in (0, os.geteuid())
 

@@ -465,11 +465,11 @@ class Attempt:
         if len(report) > NEWEST_KEPT:
             stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
             self._update_divergence(state)
-            stream.reported_hashes = thin_hashes(stream.reported_hashes, *state.pinned_seqs)
+            stream.reported_hashes = thin_hashes(stream.reported_hashes, state.pinned_seqs)
             return
         report = self._histories.share_report(report)
         stream.reported_hashes = self._histories.extend_history(
-            stream.reported_hashes, report, *state.pinned_seqs
+            stream.reported_hashes, report, state.pinned_seqs
         )
         if state.diverged:
             # Later reports change nothing. In a large group, searching all members for each earlier

@@ -376,10 +376,11 @@ def merge_hashes(history: Hashes, report: Iterable[HashPair]) -> Hashes:
     return tuple(sorted((dict(history) | dict(report)).items()))
 
 
-def thin_hashes(history: Hashes, first_pinned: int = 0, last_pinned: int = 0) -> Hashes:
+def thin_hashes(history: Hashes, pinned: tuple[int, int]) -> Hashes:
     """The history without pairs that are neither among the newest, nor at a power of two or one of its
-    newest multiples, nor from ``first_pinned`` to ``last_pinned``.
+    newest multiples, nor from the first to the last sequence number that is ``pinned``.
     """
+    first_pinned, last_pinned = pinned
     kept: list[HashPair] = []
     # How many newer positions are multiples of each power of two, by its exponent.
     counts = [0] * (_MAX_LEVEL + 1)
@@ -407,9 +408,7 @@ class HashHistories:
     _reports: dict[Hashes, Hashes] = field(default_factory=dict)
     # A history, the report that follows it and the new history, by the identities of the first two and
     # the pinned positions.
-    _extended: dict[tuple[int, int, int, int], tuple[Hashes, Hashes, Hashes]] = field(
-        default_factory=dict
-    )
+    _extended: dict[tuple[object, ...], tuple[Hashes, ...]] = field(default_factory=dict)
 
     def set_rank_count(self, count: int) -> None:
         self.capacity = min(MAX_SHARED, SHARED_PER_RANK * count)
@@ -428,10 +427,10 @@ class HashHistories:
         return shared
 
     def extend_history(
-        self, history: Hashes, report: Hashes, first_pinned: int = 0, last_pinned: int = 0
+        self, history: Hashes, report: Hashes, pinned: tuple[int, int] = (0, 0)
     ) -> Hashes:
         """The history with a shared report; thinned if it has become long, see `thin_hashes`."""
-        key = id(history), id(report), first_pinned, last_pinned
+        key = id(history), id(report), pinned
         extended = self._extended.get(key)
         if extended is None:
             if len(self._extended) >= self.capacity:
@@ -441,7 +440,7 @@ class HashHistories:
             else:
                 after = merge_hashes(history, report)
             if len(after) > MAX_PAIRS:
-                after = thin_hashes(after, first_pinned, last_pinned)
+                after = thin_hashes(after, pinned)
             # The entry keeps both alive, so that no other object has their identities.
             extended = self._extended[key] = history, report, after
         return extended[2]

@@ -74,7 +74,7 @@ def test_older_hashes_are_merged_by_position() -> None:
 
 def test_pinned_hashes_are_kept() -> None:
     history = make_report(1, 1000)
-    pinned = [seq for seq, _ in thin_hashes(history, 301, 309) if 301 <= seq <= 309]
+    pinned = [seq for seq, _ in thin_hashes(history, (301, 309)) if 301 <= seq <= 309]
     assert pinned == list(range(301, 310))
 
 
