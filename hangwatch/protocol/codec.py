@@ -17,6 +17,7 @@ from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
+# The functions that convert a value to the type of a field, by its annotation.
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "int": int,
@@ -79,13 +80,13 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
-    """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
+    """Decodes the server's reply. Raises TypeError or ValueError if it is malformed."""
     values = _decode_fields(HeartbeatReply, data)
     return HeartbeatReply(**values, commands=decode_commands(data.get("commands", ())))
 
 
 def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
-    """The commands in a reply. Raises KeyError, TypeError or ValueError if one is malformed."""
+    """The commands in a reply. Raises TypeError or ValueError if one is malformed."""
     return tuple([Command(**_decode_fields(Command, item)) for item in items])
 
 

@@ -266,15 +266,13 @@ class Process:
             return True
         if self.lifecycle < Lifecycle.DESTROYED or group.foreign:
             return False
-        worlds = {
-            (s.group.world_size, s.group.generation)
-            for s in self.streams.values()
-            if not s.group.is_declared and not s.group.foreign
-        }
-        return (
-            group.is_declared
-            or not worlds
-            or any(w == group.world_size and g >= group.generation for w, g in worlds)
+        groups = [stream.group for stream in self.streams.values()]
+        own_groups = [g for g in groups if not g.is_declared and not g.foreign]
+        if group.is_declared or not own_groups:
+            return True
+        return any(
+            own.world_size == group.world_size and own.generation >= group.generation
+            for own in own_groups
         )
 
     def refresh_streams(self) -> None:
