@@ -30,7 +30,7 @@ class EventLog:
     """The last events of this server. ``run_id`` distinguishes them from those of earlier runs."""
 
     run_id: str
-    # The events as they are sent, of which the last one has the number ``last_number``.
+    # The events as they are sent; the last one has the number ``last_number``.
     recent_events: deque[str] = field(default_factory=deque)
     last_number: int = 0
     is_closed: bool = False

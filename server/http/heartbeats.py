@@ -120,7 +120,12 @@ class AgentEndpoint:
             send_response(rendering.format_response(response, _SECURITY_LINES))
 
         try:
-            path, headers = _parse_request_head(frame.head)
+            request_line, *lines = frame.head.decode("latin-1").split("\r\n")
+            headers: dict[str, str] = {}  # the first one of each name, in lower case
+            for line in reversed(lines):
+                name, _, value = line.partition(":")
+                headers[name.lower()] = value.strip()
+            path = request_line.split(" ", 2)[1]
             peer_uid = None if frame.peer_uid < 0 else frame.peer_uid
             scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
             grant = self.authenticator.check_agent(scope, headers)
@@ -246,16 +251,6 @@ def build_router(endpoint: AgentEndpoint) -> APIRouter:
 
 def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _parse_request_head(head: bytes) -> tuple[str, dict[str, str]]:
-    """The path, and the first header of each name, in lower case."""
-    request_line, *lines = head.decode("latin-1").split("\r\n")
-    headers: dict[str, str] = {}
-    for line in reversed(lines):
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return request_line.split(" ", 2)[1], headers
 
 
 def check_claims(claims: JobClaims, beat: heartbeat.Heartbeat) -> None:

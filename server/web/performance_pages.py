@@ -13,7 +13,7 @@ from ..http.app_state import AppState, State
 from ..http.rendering import wants_json
 from ..performance import views
 from ..performance.totals import PERIOD_S, PeriodPoint
-from .serving import PageNumber, choose_attempt, serve_page, slice_page
+from .serving import PageNumber, choose_shown_attempt, serve_page, slice_page
 
 GROUPS_PER_PAGE = 8
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX = 360, 84
@@ -75,7 +75,7 @@ def _matches_group(ranked: views.RankedGroup, group: str) -> bool:
 
 
 def _build_page_values(state: AppState, job: str, group: str, page: int) -> Mapping[str, Any]:
-    attempt = choose_attempt(state, job, None)
+    attempt = choose_shown_attempt(state, job, None)
     if attempt is None:
         return {"job": None}
     all_groups = state.get_ranked_groups(attempt)

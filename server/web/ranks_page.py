@@ -36,7 +36,7 @@ from ..http.app_state import AppState, State
 from ..http.rendering import make_json_response, wants_json
 from ..monitor import views
 from ..performance.views import list_stragglers
-from .serving import PageNumber, TextQuery, choose_attempt, serve_page, slice_page
+from .serving import PageNumber, TextQuery, choose_shown_attempt, serve_page, slice_page
 
 RANKS_PER_PAGE = 50
 GROUPS_PER_PAGE = 50
@@ -135,7 +135,7 @@ def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
     labels = dict.fromkeys(expected, "not reporting")
     for rank, process in attempt.processes.items():
         labels[rank] = process.host if by == "host" else f"not in {by}"
-    for group, streams in reversed(groups):  # a rank of several of these groups is in the first
+    for group, streams in reversed(groups):  # a rank of several groups is in the first
         if group.desc == by != "host":
             labels |= dict.fromkeys(streams, f"{by} {group.name}")
     blocks: dict[str, list[int]] = {}
@@ -156,7 +156,7 @@ class GroupPosition:
     """The members of a group that have entered the same number of its calls."""
 
     entered: int
-    op: str  # the operation of the last of these calls
+    op: str  # the operation of the last call
     ranks: tuple[int, ...]
     behind: int  # calls behind the most advanced member
 
@@ -393,7 +393,7 @@ async def show_ranks(
 ) -> Response:
     if not wants_json(request):
         return serve_page(state, request, "ranks.html", lambda: _build_page_values(state, query))
-    attempt, now = choose_attempt(state, query.job, query.attempt), state.now()
+    attempt, now = choose_shown_attempt(state, query.job, query.attempt), state.now()
     if attempt is None:
         return make_json_response({"items": [], "next": None})
     overview = _get_overview(state, attempt)
@@ -406,7 +406,7 @@ async def show_ranks(
 
 def _build_page_values(state: AppState, query: RanksQuery) -> dict[str, Any]:
     values = query.model_dump(mode="json")
-    attempt = choose_attempt(state, query.job, query.attempt)
+    attempt = choose_shown_attempt(state, query.job, query.attempt)
     if attempt is None:
         start_values = {"overview": None, "url": state.base_url, "token": state.token is not None}
         return values | start_values

@@ -46,7 +46,7 @@ def serve_page(
     return stream.make_stream_response(state, stream.follow_page(state, address, template, values))
 
 
-def choose_attempt(state: AppState, job: str, attempt: int | None) -> Attempt | None:
+def choose_shown_attempt(state: AppState, job: str, attempt: int | None) -> Attempt | None:
     """The attempt to show. Without a name: the newest running job with an open alert, else the
     newest job. Raises Problem for an unknown job or attempt.
     """

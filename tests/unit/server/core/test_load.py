@@ -95,7 +95,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
         assert (process.reports.agent_seen_at > before) is (len(body) > 2), (
             "only by its own agent's heartbeats"
         )
-    assert process.reports.last_seen_at == last_seen_at, "what it said was not taken in"
+    assert process.reports.last_seen_at == last_seen_at, "the refused heartbeat was not applied"
     assert state.shared.counters.refused == 4
 
 

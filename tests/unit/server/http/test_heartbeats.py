@@ -1,4 +1,4 @@
-"""What node agents send is answered alike, whoever has read the request."""
+"""Requests of node agents have the same answer over HTTP and in a frame of the connection worker."""
 
 from __future__ import annotations
 
