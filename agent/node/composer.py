@@ -110,7 +110,7 @@ class HeartbeatComposer:
         """The server has everything else of this heartbeat, or will never accept it."""
         self.outbox.mark_delivered(heartbeat)
         self.traces.mark_delivered(heartbeat.traces)
-        self._performance_reporter.mark_delivered(heartbeat.performance)
+        self._performance_reporter.mark_delivered()
         self.watchlist.finished_keys = [
             key for key in self.watchlist.finished_keys if key not in heartbeat.gone
         ]

@@ -291,10 +291,9 @@ class PerformanceReporter:
             )
         return self._unacked_report
 
-    def mark_delivered(self, report: heartbeat.PerformanceReport | None) -> None:
-        """The server has the report, or will never accept it."""
-        if report is self._unacked_report:
-            self._unacked_report = None
+    def mark_delivered(self) -> None:
+        """The server has the last report, or will never accept it."""
+        self._unacked_report = None
 
     def apply_outcome(self, outcome: HeartbeatOutcome) -> None:
         """Updates the offset of the server's clock, and the interval between reports."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
         self._pyspy = pyspy
         self._current: RecordingOrder | None = None
         self._stop_reason = ""  # why the current recording is to end
-        self._cancelled_request_ids: set[str] = set()
+        self._cancelled_request_ids: deque[str] = deque(maxlen=MAX_WAITING_RECORDINGS)
         self._closed = False
 
     def is_pausing(self, key: str) -> bool:
@@ -72,8 +73,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
         if current is not None and current.command.id == request_id:
             self._stop_reason = self._stop_reason or STOPPED_REASON
         else:
-            kept_ids = list(self._cancelled_request_ids)[:MAX_WAITING_RECORDINGS]
-            self._cancelled_request_ids = {request_id, *kept_ids}
+            self._cancelled_request_ids.append(request_id)
 
     def close(self) -> None:
         """Ends the current recording, so that no py-spy outlives the node agent."""

@@ -143,7 +143,8 @@ def list_cgroups(
     except OSError:  # the process has ended
         return
     for line in lines:
-        _, names, path = [*line.split(":", 2), "", ""][:3]
+        _, _, fields = line.partition(":")
+        names, _, path = fields.partition(":")
         if not names or not controllers.isdisjoint(names.split(",")):
             base = root / names
             yield base, base / path.lstrip("/")

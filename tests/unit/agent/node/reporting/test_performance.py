@@ -149,7 +149,7 @@ def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRa
     first = reporter.next_report(now, {"k": rank.tally})
     assert first is not None and first.number == 1 and first.clock is None
     assert reporter.next_report(now + 60 * SECOND_NS, {"k": rank.tally}) is first, "the same again"
-    reporter.mark_delivered(first)
+    reporter.mark_delivered()
     reporter.apply_outcome(
         HeartbeatOutcome(
             reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, answered_s=10.002
@@ -162,7 +162,7 @@ def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRa
     second = reporter.next_report(again, {"k": rank.tally})
     assert second is not None and second.number == 2
     assert second.clock == (pytest.approx(39.999), pytest.approx(40.001))
-    reporter.mark_delivered(second)
+    reporter.mark_delivered()
     assert reporter.next_report(again + 60 * SECOND_NS, {"k": rank.tally}) is None, (
         "nothing was called"
     )
