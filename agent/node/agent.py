@@ -20,7 +20,7 @@ from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
 from .reporting.uplink import HeartbeatOutcome, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
-from .requests.commands import CommandExecutor, CommandPoll, find_faulthandler_registration
+from .requests.commands import CommandExecutor, CommandPoll
 from .requests.recordings import RecordingWorker
 from .requests.traces import TraceRequests
 from .schedule import ProcessScanner, ReportSchedule
@@ -51,11 +51,10 @@ class NodeAgent:
         owner: str,
     ) -> None:
         """``early_pidfds``: pidfds that are open already, by process key; it closes them."""
-        self._log = log
         self._wakeup = WakeupSelector()
         self._uplink = Uplink(targets, self._wakeup.wake, warn_once=log.warn_once)
         self._recordings = RecordingWorker(pyspy, self._wakeup.wake)
-        self._sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
+        sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
         self._hardware = HardwareMonitor(self._wakeup.wake)
         now_ns = time.monotonic_ns()
         self._schedule = ReportSchedule(now_ns)
@@ -68,7 +67,7 @@ class NodeAgent:
             early_pidfds=early_pidfds,
         )
         self._scanner = ProcessScanner(
-            self._watchlist, self._sampler, RecorderBuilder(log), linger_s, now_ns
+            self._watchlist, sampler, RecorderBuilder(log), linger_s, now_ns
         )
         traces = TraceRequests()
         self._composer = HeartbeatComposer(
@@ -82,7 +81,7 @@ class NodeAgent:
         )
         self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)
         self._commands = CommandExecutor(
-            self._sampler,
+            sampler,
             self._recordings,
             self._hardware,
             traces,
@@ -150,18 +149,6 @@ class NodeAgent:
         for command in self._command_poll.take_commands():
             now_ns = time.monotonic_ns()
             self._commands.execute_command(command, self._watchlist.watched, now_ns)
-        for result in self._sampler.take_results():
-            if result.was_continued:
-                self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
-            process = self._watchlist.watched.get(result.key)
-            if process is not None and result.refusal:
-                fault = result.refusal
-                if find_faulthandler_registration(process) is not None:
-                    fault += " (until then stacks come from faulthandler)"
-                process.faults["stacks"] = fault
-                self._log.warn_once(result.refusal)
-            if result.sample is not None:
-                self._outbox.add_reply(result.sample, result.taken_ns)
         self._commands.collect_results(self._watchlist.watched)
 
     def _post_heartbeat(self, now_ns: int) -> None:

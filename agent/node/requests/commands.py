@@ -93,6 +93,18 @@ class CommandExecutor:
 
     def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
         """Adds the replies of what has been finished to the outbox."""
+        for result in self.sampler.take_results():
+            if result.was_continued:
+                self.log.warning(f"py-spy left process {result.key} stopped: it was continued")
+            process = watched.get(result.key)
+            if process is not None and result.refusal:
+                fault = result.refusal
+                if find_faulthandler_registration(process) is not None:
+                    fault += " (until then stacks come from faulthandler)"
+                process.faults["stacks"] = fault
+                self.log.warn_once(result.refusal)
+            if result.sample is not None:
+                self.outbox.add_reply(result.sample, result.taken_ns)
         for reply, taken_ns in self.hardware.take_results():
             self.outbox.add_reply(reply, taken_ns)
         now_ns = time.monotonic_ns()
