@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport import client
 from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
@@ -188,7 +188,7 @@ def test_server_with_token_is_known_by_its_proof(
 
         def report(token: str) -> tuple[bool, str, bool]:
             uplink = Uplink([ServerTarget(base_url=url, token=token)], lambda: None)
-            outcome = uplink.send_heartbeat(json.loads(make_heartbeat(job="told")))
+            outcome = uplink.execute_order(HeartbeatPost(json.loads(make_heartbeat(job="told"))))
             known = uplink._client.is_server_known
             uplink.close()
             return outcome.reply is not None, outcome.problem, known

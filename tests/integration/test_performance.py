@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from hangwatch.agent.node.reporting.calls import PerformanceReporter
-from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from tests.harness import job, native
@@ -131,11 +131,8 @@ def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJ
     )
     try:
         for number in range(1, 9):
-            outcome = uplink.send_heartbeat(
-                codec.encode_message(
-                    heartbeat.Heartbeat(host="here", agent="clock", number=number)
-                ),
-            )
+            beat = heartbeat.Heartbeat(host="here", agent="clock", number=number)
+            outcome = uplink.execute_order(HeartbeatPost(codec.encode_message(beat)))
             reporter.apply_outcome(outcome)
             assert outcome.reply is not None
             low, high = reporter.clock_offset.bounds or (1.0, 0.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.http.access import MAX_FAILURES
@@ -72,7 +72,7 @@ def test_node_agent_uses_system_certificates(
     def send_heartbeat() -> str:
         uplink = Uplink([target], lambda: None)
         try:
-            outcome = uplink.send_heartbeat(beat)
+            outcome = uplink.execute_order(HeartbeatPost(beat))
             return outcome.problem if outcome.reply is None else "taken"
         finally:
             uplink.close()

@@ -7,7 +7,6 @@ does not answer.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import json
 import queue
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.commands import RecordingReply
@@ -74,7 +73,17 @@ def draw_backoff_s(failures: int, draw: Callable[[float, float], float] = random
     return draw(0.0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16)))
 
 
-class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
+class HeartbeatPost(NamedTuple):
+    """A JSON-ready heartbeat. The server handles an ``urgent`` one before others; a ``patient`` one
+    waits longer for the reply.
+    """
+
+    content: Any
+    urgent: bool = False
+    patient: bool = False
+
+
+class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
     """A thread that posts heartbeats, one at a time."""
 
     def __init__(
@@ -96,14 +105,9 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
     def post_heartbeat(
         self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> None:
-        """Queues one JSON-ready heartbeat; `is_busy` until `take_outcome` has returned its outcome.
-        The server handles an ``urgent`` one before others; a ``patient`` one waits longer for the
-        reply.
-        """
+        """Queues one `HeartbeatPost`; `is_busy` until `take_outcome` has returned its outcome."""
         self.is_busy = True
-        self.submit_order(
-            functools.partial(self.send_heartbeat, heartbeat, urgent=urgent, patient=patient)
-        )
+        self.submit_order(HeartbeatPost(heartbeat, urgent, patient))
 
     def take_outcome(self, wait_s: float | None = None) -> HeartbeatOutcome | None:
         """The outcome of the posted heartbeat; None while there is none."""
@@ -120,26 +124,21 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
         if not self.is_busy:
             self._client.close()
 
-    def execute_order(self, order: Callable[[], HeartbeatOutcome]) -> HeartbeatOutcome:
-        return order()
-
-    def explain_failure(self, _: Callable[[], HeartbeatOutcome], error: str) -> HeartbeatOutcome:
+    def explain_failure(self, _: HeartbeatPost, error: str) -> HeartbeatOutcome:
         return HeartbeatOutcome(problem=error, is_refused=True)
 
-    def send_heartbeat(
-        self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
-    ) -> HeartbeatOutcome:
+    def execute_order(self, order: HeartbeatPost) -> HeartbeatOutcome:
         """Posts one heartbeat and waits for the reply; tries the servers until one takes it."""
         if not self._is_ordered:
             # All hosts of a job try the servers in one order, as soon as the job is known.
-            identities = [update.get("identity") for update in heartbeat.get("processes", ())]
+            identities = [update.get("identity") for update in order.content.get("processes", ())]
             jobs = [identity["job"] for identity in identities if identity]
             if jobs:
                 self._targets = order_targets(self._targets, get_family(min(jobs)))
                 self._is_ordered = True
                 self._use_target(self._targets[0])
         for _ in self._targets:
-            outcome = self._send_to_target(heartbeat, urgent=urgent, patient=patient)
+            outcome = self._send_to_target(order)
             if not outcome.is_misdirected:
                 break
             following = self._targets.index(self.target) + 1
@@ -151,8 +150,8 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
             self._client.close()
             self.target, self._client = target, SignedClient(target, self._timeout_s)
 
-    def _send_to_target(self, heartbeat: Any, *, urgent: bool, patient: bool) -> HeartbeatOutcome:
-        body, headers = encode_body(heartbeat, urgent=urgent)
+    def _send_to_target(self, post: HeartbeatPost) -> HeartbeatOutcome:
+        body, headers = encode_body(post.content, urgent=post.urgent)
         sent_s = time.monotonic()
         try:
             response = self._client.send_request(
@@ -160,8 +159,8 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
                 HEARTBEAT_PATH,
                 body,
                 headers,
-                read_timeout_s=PATIENT_READ_TIMEOUT_S if patient else None,
-                is_confidential=not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat),
+                read_timeout_s=PATIENT_READ_TIMEOUT_S if post.patient else None,
+                is_confidential=not CONFIDENTIAL_FIELDS.isdisjoint(post.content),
             )
         except TransportError as error:
             problem = f"no answer from {self.target}: {error}"
