@@ -43,6 +43,9 @@ class _AgentCommands:
     evidence: dict[_Subject, _RequestedEvidence] = field(default_factory=dict)  # the last request
 
 
+_NO_COMMANDS = _AgentCommands()  # never filled
+
+
 @dataclass(slots=True, kw_only=True)
 class CommandQueue:
     """Queued and unanswered commands. Times are the monotonic clock's."""
@@ -104,6 +107,9 @@ class CommandQueue:
             arrival.set()
         return command.id
 
+    def _find_commands(self, agent: str) -> _AgentCommands:
+        return self._agents.get(agent, _NO_COMMANDS)
+
     @property
     def unsent_count(self) -> int:
         return sum(len(commands.unsent) for commands in self._agents.values())
@@ -121,10 +127,7 @@ class CommandQueue:
     async def wait_for_commands(self, agent: str, seconds: float) -> None:
         """Waits up to ``seconds`` until there is a command for an agent that was not sent yet."""
         give_up_at = time.monotonic() + seconds
-        while not self._is_closed:
-            commands = self._agents.get(agent)
-            if commands is not None and commands.unsent:
-                return
+        while not self._is_closed and not self._find_commands(agent).unsent:
             arrival = self._arrivals.setdefault(agent, asyncio.Event())
             try:
                 # The reply to a heartbeat may take the command whose arrival ends the waiting.
@@ -142,37 +145,30 @@ class CommandQueue:
 
     def withdraw_command(self, agent: str, id: str) -> bool:
         """Removes a command that was not sent yet. Returns False if it was sent."""
-        commands = self._agents.get(agent)
-        return commands is not None and commands.unsent.pop(id, None) is not None
+        return self._find_commands(agent).unsent.pop(id, None) is not None
 
     def take_unsent(self, agent: str) -> tuple[Command, ...]:
         """The commands that were not sent to a node agent yet; they count as sent from now on."""
-        commands = self._agents.get(agent)
-        if commands is None:
+        unsent = self._find_commands(agent).unsent
+        if not unsent:
             return ()
-        unsent = tuple([command for command, _ in commands.unsent.values()])
-        commands.unsent.clear()
-        return unsent
+        commands = tuple([command for command, _ in unsent.values()])
+        unsent.clear()
+        return commands
 
     def mark_answered(self, agent: str, ids: set[str]) -> None:
-        commands = self._agents.get(agent)
-        if ids and commands is not None:
-            for last in commands.evidence.values():
-                last.is_answered |= last.command_id in ids
+        for last in self._find_commands(agent).evidence.values():
+            last.is_answered |= last.command_id in ids
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, which should therefore report more often."""
-        commands = self._agents.get(agent)
-        return commands is not None and not all(
-            last.is_answered for last in commands.evidence.values()
-        )
+        evidence = self._find_commands(agent).evidence
+        return bool(evidence) and not all(last.is_answered for last in evidence.values())
 
     def awaits_stacks(self, process: Process) -> bool:
         """Whether the stacks of a process were requested and have not arrived."""
-        commands = self._agents.get(process.agent)
-        if commands is None:
-            return False
-        last = commands.evidence.get((CommandKind.STACKS, process.key, 0))
+        evidence = self._find_commands(process.agent).evidence
+        last = evidence.get((CommandKind.STACKS, process.key, 0))
         return last is not None and not last.is_answered
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:

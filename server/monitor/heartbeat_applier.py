@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hangwatch.diagnosis import EvidenceRequest, choose_window
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import CommandReply
 
 from ..core import load
 from ..core.limits import is_large
@@ -40,11 +41,8 @@ class HeartbeatApplier:
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
         counters.resyncs += needs_resync
         shared.performance.apply_heartbeat(beat, shared.fleet, now)
-        # Replies to earlier commands.
-        answered = {sample.request for sample in beat.samples}
-        answered.update(reply.request for reply in beat.calls)
-        answered.update(reply.request for reply in beat.hardware)
-        shared.commands.mark_answered(beat.agent, answered)
+        evidence: tuple[CommandReply, ...] = (*beat.samples, *beat.calls, *beat.hardware)
+        shared.commands.mark_answered(beat.agent, {reply.request for reply in evidence})
         shared.dumps.apply_samples(beat.samples, now)
         shared.recordings.apply_replies(beat.recordings, now)
         shared.traces.apply_heartbeat(beat, now)
@@ -64,7 +62,7 @@ class HeartbeatApplier:
                 requests.append(EvidenceRequest.for_calls(rank, stream, window))
             if requests and is_large(attempt.rank_count):
                 shared.commands.request_evidence(attempt, requests, now)
-        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
+        if beat.processes or evidence or beat.aborts:
             shared.has_changes.set()
         scheduler.record_heartbeat(beat.agent, urgent, now)
         commands = shared.commands.take_unsent(beat.agent)
