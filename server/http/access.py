@@ -231,8 +231,7 @@ class RequestGate:
             nonlocal body_size
             message = await receive()
             body_size += len(message.get("body", b""))
-            if body_size > limits.BODY.maximum:
-                raise limits.BODY.make_problem()
+            limits.BODY.check(body_size)
             return message
 
         async def send_with_headers(message: Message) -> None:
@@ -305,8 +304,7 @@ async def read_body(receive: Receive, limit: limits.Limit, remedy: str = "") -> 
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)
-        if size > limit.maximum:
-            raise limit.make_problem(remedy=remedy)
+        limit.check(size, remedy=remedy)
         has_more = message.get("more_body", False)
     return b"".join(parts)
 

@@ -94,8 +94,7 @@ class AgentEndpoint:
         jobs = shared.fleet.list_jobs(agent)
         if not all(may_report_job(grant.job, job) for job in jobs):
             raise Problem(403, "the token is another job's than that of the node agent")
-        if shared.commands.waiting_count >= limits.WAITING_AGENTS.maximum:
-            raise limits.WAITING_AGENTS.make_problem()
+        limits.WAITING_AGENTS.check(shared.commands.waiting_count + 1)
         disconnected = asyncio.ensure_future(request.receive())
         waiting = asyncio.ensure_future(shared.commands.wait_for_commands(agent, POLL_S))
         try:
@@ -147,8 +146,8 @@ class AgentEndpoint:
         grant = self.authenticator.check_agent(request.scope, headers)
         is_compressed = _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
-        if content_length.isdecimal() and int(content_length) > limits.BODY.maximum:
-            raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
+        if content_length.isdecimal():
+            limits.BODY.check(int(content_length), remedy=_SIZE_REMEDY)
         body = await read_body(request.receive, limits.BODY, _SIZE_REMEDY)
         grant.check_body(body)
         return headers, decompress_body(body) if is_compressed else body, grant
@@ -296,7 +295,6 @@ def decompress_body(body: bytes) -> bytes:
         body = b""
         parts.append(part)
         size += len(part)
-        if size > limits.UNPACKED_BODY.maximum:
-            raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
+        limits.UNPACKED_BODY.check(size, remedy=_SIZE_REMEDY)
         volume.add_part(part)
     return b"".join(parts)
