@@ -1,9 +1,9 @@
 """The diagnosis from Flight Recorder dumps alone: which rank made which calls, and which rank did
 not. Nothing is known about the processes themselves. Pure.
 
-Every dump is assumed to come from a hanging job, because a dump does not say when it was written. A
+Every dump is assumed to come from a hanging job, because no dump shows when it was written. A
 rank without a dump is missing evidence, not a dead rank, and missing evidence accuses no rank. So a
-verdict is limited to what the dumps prove. If no culprit remains, the notes say why.
+verdict is limited to what the dumps prove. If no culprit remains, the notes give the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STALE_DUMP_S = 600.0  # the time between the calls of two dumps that cannot be 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineDiagnosis:
-    """``missing_ranks`` are ranks of the job without a dump; ``notes`` say what cannot be known.
+    """``missing_ranks`` are ranks of the job without a dump; ``notes`` list what cannot be known.
 
     ``inconclusive``: some ranks may be in a call, and the dumps do not show whether they are
     blocked.

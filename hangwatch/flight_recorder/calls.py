@@ -37,7 +37,7 @@ from .entries import (
     read_tensors,
 )
 
-# The states in gloo's dumps always say "scheduled", and "retired" may be late: only which rank
+# The states in gloo's dumps are always "scheduled", and "retired" may be late: only which rank
 # entered which call is certain.
 ARRIVALS_ONLY_BACKEND = "gloo"
 # The major version of the layout, which is not torch's: torch 2.5 writes 2.4, torch 2.13 2.10.
@@ -167,7 +167,7 @@ class FlightDump:
     rank: int
     groups: Mapping[GroupInstance, GroupCalls]  # the groups that made calls
     members: Mapping[str, tuple[int, ...]]  # the recorded members of each group, by its name
-    # The keys are the names of groups of which the recorder counts nothing but collectives.
+    # By the name of the group, if the recorder counts collectives only.
     statuses: Mapping[str, DeviceCounters]
     wrapped: bool  # older records were overwritten, or left out
     pending_messages_lost: bool  # some pending sends or receives were overwritten
@@ -222,7 +222,7 @@ def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
     # The recorder's numbers of the groups that had a name one after another, by name.
     pg_ids_by_name: dict[str, list[str | None]] = {}
     parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
-    unreliable_names: set[str] = set()  # the status of these groups counts more than collectives
+    unreliable_names: set[str] = set()  # groups whose status counts other calls too
     for entry in entries:
         name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, [])
         if entry.pg_id not in pg_ids:

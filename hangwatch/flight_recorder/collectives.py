@@ -6,7 +6,7 @@ a member is in its newest call unless the calls of other members show that it is
 Some errors show only when the calls of all members are compared: two roots of one call, or an
 all-to-all that sends more than its members expect.
 
-Both the status of a group and the states of its entries say how far a device has come. A host that
+Both the status of a group and the states of its entries show how far a device has come. A host that
 is blocked by a full queue has made an entry whose events are not recorded yet, and CUDA calls such
 an event complete: so a completed entry behind pending ones proves nothing where there is a status.
 """
@@ -139,7 +139,7 @@ def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> 
             entered = max(submitted)
         elif recorded:
             entered = min(recorded) - 1
-        # The ring of this rank holds no call of the group: the recorder's count says how many it
+        # The ring of this rank holds no call of the group: the recorder's count shows how many it
         # made, and without one a ring that has lost nothing shows that it made none.
         elif group.name in dump.statuses and group.name not in job.p2p_groups:
             entered = max(dump.statuses[group.name].enqueued, 0)

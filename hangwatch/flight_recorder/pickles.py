@@ -4,11 +4,11 @@ import or call something is rejected.
 All opcodes are checked before any is executed. Only the opcodes of the stdlib's ``pickletools``
 that build plain data are allowed, with arguments that fit into the file. Then Python's own
 unpickler, which is fast, loads the pickle. A child process with limits instead would refuse a
-pickle only after it had used them up, and could not say what the pickle would do. A node agent
+pickle only after it had used them up, and could not report what the pickle would do. A node agent
 would start one beside the job for each rank that ends.
 
 Tuples that share tuples are rejected as well. A tuple in a dictionary's key is hashed while it is
-loaded, which visits what it holds as often as it is reached: a few hundred bytes can take for ever.
+loaded, which visits what it holds as often as it is reached: a few hundred bytes can take hours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When an alert is due, what it says, and how it is sent: as a line on stderr, and as a message to
+"""When an alert is due, its text, and how it is sent: as a line on stderr, and as a message to
 each channel. A slow channel delays neither the server nor another channel.
 """
 
@@ -252,7 +252,7 @@ def take_due_event(
 ) -> str | None:
     """The event for which an alert is due now, if any. The record then counts as alerted.
 
-    ``ready`` says that the evidence is complete, ``hangs_on`` that the job still exists.
+    ``ready``: the evidence is complete; ``hangs_on``: the job still exists.
     ``repeat_after`` is in seconds; 0 means that no reminder is sent.
     """
     incident = record.incident

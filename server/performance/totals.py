@@ -268,8 +268,8 @@ class GroupTotals:
         clocks: ClockBounds,
         now: float,
     ) -> list[float]:
-        """Records a member's arrivals, and compares the calls that all members have reported.
-        Returns the spread of each of these, in seconds.
+        """Records a member's arrivals. Returns the spreads in seconds of the calls that all members
+        have reported by then.
         """
         spreads_s: list[float] = []
         for sample in samples:

@@ -46,7 +46,7 @@ _SESSION_SETTINGS = {
 
 
 class StoreError(Exception):
-    """The database cannot be used. The message says why and gives the remedy."""
+    """The database cannot be used. The message gives the reason and the remedy."""
 
 
 def lock_data_dir(data_dir: Path) -> IO[str]:

@@ -93,7 +93,7 @@ def test_stall_of_all_devices_names_no_rank(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_without_timing_advice_says_how_to_tell(version: str) -> None:
+def test_advice_without_timing_names_the_setting(version: str) -> None:
     (verdict,) = analyze_folder(DUMPS_DIR / version / "endless_kernel-no-timing").verdicts
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
     assert "TORCH_NCCL_ENABLE_TIMING=1" in verdict.advice
@@ -167,7 +167,7 @@ def test_stalled_pair_is_root_of_chain() -> None:
 
 
 def test_status_is_believed_over_newest_entry() -> None:
-    """A host that is blocked by a full queue has an entry that looks complete."""
+    """A host that is blocked by a full queue has an entry that seems complete."""
     recorders = make_recorders(4, timed=True)
     for recorder in recorders:
         recorder.record_call()

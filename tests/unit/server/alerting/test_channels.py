@@ -180,7 +180,7 @@ def test_opsgenie_closes_its_alert(service: Service) -> None:
     assert closed.path == "/v2/alerts/01J00000000000000000000000/close?identifierType=alias"
 
 
-def test_test_message_wakes_nobody(service: Service) -> None:
+def test_test_message_has_the_lowest_priority(service: Service) -> None:
     message = replace(make_message(), event="test", body={"id": "test", "url": URL})
     PagerDuty(routing_key=KEY, api_url=service.url).send_message(message)
     Opsgenie(api_key=KEY, api_url=service.url).send_message(message)

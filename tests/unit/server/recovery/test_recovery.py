@@ -143,7 +143,7 @@ def test_only_chosen_kinds() -> None:
     }  # fmt: skip
 
 
-def test_progressing_job_is_left_alone() -> None:
+def test_no_rank_of_progressing_job_is_ended() -> None:
     assert decide_step(make_facts(alerts=None))[0] is Step.NOTHING, (
         "no alert names its cause any more"
     )
