@@ -229,7 +229,7 @@ class _Collectives:
         """The progress of the member's device; None if it is unknown."""
         dump, records, entered = member.dump, member.records, member.stream.entered
         status = dump.statuses.get(self.group.name)
-        # The status may count other calls too, or belong to a later group of that name.
+        # Whether the status counts other calls too, or belongs to a later group of that name.
         is_other = self.group.name in self.job.p2p_groups or member.next_instance in dump.groups
         if status is not None and (is_other or status.enqueued <= _NO_COLLECTIVE):
             status = None

@@ -185,9 +185,10 @@ class PersistenceWorker:
         if self.store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
             self._synchronised_at = now
             changed = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
-            self._revisions.update({record.incident.id: revision for record, revision in changed})
+            for record, revision in changed:
+                self._revisions[record.incident.id] = revision
+                self.shared.incidents.changed.add(record.incident.id)
             self.shared.incidents.load_records(record for record, _ in changed)
-            self.shared.incidents.changed.update(record.incident.id for record, _ in changed)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
             before = self.shared.clock.wall() - timedelta(days=self.retention_days)
