@@ -171,9 +171,8 @@ class Alerter:
             try:
                 send_with_retries(channel.send_message, message)
                 waiting.sent += 1
-            except (
-                Exception
-            ) as error:  # a library may raise any; other messages are still to be sent
+            except Exception as error:
+                # A library may raise any; other messages are still to be sent.
                 if self._stopping.is_set():
                     return
                 waiting.failed += 1

@@ -420,7 +420,7 @@ class PagerDuty(AlertChannel):
                 "class": str(message.body.get("kind", message.event)),
                 "custom_details": _make_details(message),
             },
-            "links": [{"href": message.url, "text": "Open the incident"}],
+            "links": [{"href": message.url, "text": _LINK_LABEL}],
         }
         post_content(f"{self.api_url}/v2/enqueue", json=content)
 
