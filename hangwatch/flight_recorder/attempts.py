@@ -17,7 +17,6 @@ from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process, ProcessActivity, ReportTimes
 
 from .calls import FlightDump, FlightRecord, GroupCalls
@@ -168,46 +167,35 @@ def _fill_channels(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) ->
             continue
         opposite_kind = StreamKind.RECV if kind is StreamKind.SEND else StreamKind.SEND
         peer_records = records_by_end.get((opposite_kind, peer, rank), [])
-        is_complete = is_group_whole or {rank, peer} <= whole_ranks
+        completed, peer_completed = _count_completed(records), _count_completed(peer_records)
+        pending = next(iter(records[completed:]), None)
+        opposite = next(iter(peer_records[peer_completed:]), None)
+        is_entered = pending is not None
+        is_same_message = False
+        if pending is not None and opposite is not None:
+            # If the calls are counted from the first unfinished ones, the two ends certainly refer
+            # to the same message only after both have started it.
+            is_same_message = pending.started and opposite.started
+            # A call that the device has queued but not started counts as not entered.
+            is_entered = not dumps[rank].reports_starts or pending.started or not opposite.started
+        if is_group_whole or {rank, peer} <= whole_ranks:
+            is_same_message = True  # the rings of both ends reach back to the channel's beginning
+        else:
+            records, completed = records[completed:], 0
         stream = add_stream(attempt, rank, kind, group, peer)
-        _fill_channel(stream, records, peer_records, is_complete, dumps[rank].reports_starts)
+        stream.op = kind.value
+        stream.completed = completed
+        stream.entered = completed + is_entered
+        stream.pending_at = 0.0 if is_entered else None
+        first = max(0, completed - CALLS_BEFORE)
+        for seq, record in enumerate(records[first : completed + CALLS_AFTER], first + 1):
+            signature = record.signature if is_same_message else Signature(op=kind.value)
+            blocking = True if seq > completed else None
+            call = Call(seq=seq, signature=signature, site=record.site, blocking=blocking)
+            stream.add_call(call)
         if not peer_records and peer in attempt.processes and peer not in dumps:
             mirrored = add_stream(attempt, peer, opposite_kind, group, rank)
-            mirrored.entered = mirrored.completed = stream.completed or 0
-
-
-def _fill_channel(
-    stream: CallStream,
-    records: list[FlightRecord],
-    peer_records: list[FlightRecord],
-    is_complete: bool,
-    reports_starts: bool,
-) -> None:
-    """``is_complete``: the rings of both ends reach back to the beginning of the channel."""
-    completed, peer_completed = _count_completed(records), _count_completed(peer_records)
-    pending = next(iter(records[completed:]), None)
-    opposite = next(iter(peer_records[peer_completed:]), None)
-    # If the calls are counted from the first unfinished ones, the two ends certainly refer to the
-    # same message only after both have started it.
-    is_same_message = is_complete or (
-        pending is not None and opposite is not None and pending.started and opposite.started
-    )
-    if not is_complete:
-        records, completed = records[completed:], 0
-    first = max(0, completed - CALLS_BEFORE)
-    for seq, record in enumerate(records[first : completed + CALLS_AFTER], first + 1):
-        signature = record.signature if is_same_message else Signature(op=stream.kind.value)
-        blocking = True if seq > completed else None
-        call = Call(seq=seq, signature=signature, site=record.site, blocking=blocking)
-        stream.add_call(call)
-    is_entered = pending is not None
-    if pending is not None and opposite is not None and reports_starts:
-        # A call that the device has queued but not started counts as not entered.
-        is_entered = pending.started or not opposite.started
-    stream.op = stream.kind.value
-    stream.completed = completed
-    stream.entered = completed + is_entered
-    stream.pending_at = 0.0 if is_entered else None
+            mirrored.entered = mirrored.completed = completed
 
 
 def _count_completed(records: list[FlightRecord]) -> int:
