@@ -176,10 +176,6 @@ class PartlyReportedCall:
     size_bytes: int  # -1: the members reported different sizes
     arrivals: dict[int, ReportedArrival] = field(default_factory=dict)  # the ranks' arrivals
 
-    @property
-    def agents(self) -> set[str]:
-        return {arrival.agent for arrival in self.arrivals.values()}
-
 
 @dataclass(slots=True)
 class ArrivalComparison:
@@ -272,33 +268,26 @@ class GroupTotals:
         have reported by then.
         """
         spreads_s: list[float] = []
-        for sample in samples:
-            call = self._add_sample(rank, agent, sample)
-            if call is not None and (len(call.agents) == 1 or call.agents <= clocks.keys()):
-                spreads_s.append(self._compare_arrivals(call, clocks, now))
+        member_count = len(self.group.ranks)
+        affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
+        for seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes in samples:
+            call = self._pending.get(seq)
+            if call is None:
+                call = self._pending[seq] = PartlyReportedCall(seq, op, size_class, size_bytes)
+                while len(self._pending) > max(MIN_PENDING_CALLS, affordable):
+                    del self._pending[min(self._pending)]
+            if op != call.op:  # a mismatch: the diagnosis reports it
+                self._pending.pop(seq, None)
+                continue
+            if call.size_bytes != size_bytes:
+                call.size_bytes = -1
+            call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
+            if len(call.arrivals) == member_count:
+                self._pending.pop(seq, None)
+                agents = {arrival.agent for arrival in call.arrivals.values()}
+                if len(agents) == 1 or agents <= clocks.keys():
+                    spreads_s.append(self._compare_arrivals(call, clocks, now))
         return spreads_s
-
-    def _add_sample(
-        self, rank: int, agent: str, sample: heartbeat.CallSample
-    ) -> PartlyReportedCall | None:
-        """Records the arrival of a member. Returns the call once all members have reported it."""
-        seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes = sample
-        call, member_count = self._pending.get(seq), len(self.group.ranks)
-        if call is None:
-            call = self._pending[seq] = PartlyReportedCall(seq, op, size_class, size_bytes)
-            affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
-            while len(self._pending) > max(MIN_PENDING_CALLS, affordable):
-                del self._pending[min(self._pending)]
-        if op != call.op:  # a mismatch: the diagnosis reports it
-            self._pending.pop(seq, None)
-            return None
-        if call.size_bytes != size_bytes:
-            call.size_bytes = -1
-        call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
-        if len(call.arrivals) < member_count:
-            return None
-        self._pending.pop(seq, None)
-        return call
 
     def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
         arrivals: list[Arrival] = []  # the times are this server's
