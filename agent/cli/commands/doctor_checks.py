@@ -423,7 +423,7 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
         facts += ", a seccomp filter"
     upgrade = "pip install --upgrade py-spy"
     try:
-        threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid)).threads
+        threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid))
     except PySpyError as error:
         text = str(error)
         # The message includes the remedy, since it is also shown with the stacks of a rank.

@@ -94,8 +94,6 @@ class CommandExecutor:
     def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
         """Adds the replies of what has been finished to the outbox."""
         for result in self.sampler.take_results():
-            if result.was_continued:
-                self.log.warning(f"py-spy left process {result.key} stopped: it was continued")
             process = watched.get(result.key)
             if process is not None and result.refusal:
                 fault = result.refusal

@@ -137,12 +137,8 @@ def record_profile(
     with tempfile.TemporaryDirectory(prefix="hangwatch-record-") as folder:
         output = Path(folder, "samples")
         began = time.monotonic()
-        try:
-            stop_reason = _run_recording(pyspy, order, output, get_stop_reason)
-            took_s = time.monotonic() - began
-        finally:
-            if order.command.native:
-                pyspy.ensure_running(order.pid, order.start_ticks)
+        stop_reason = _run_recording(pyspy, order, output, get_stop_reason)
+        took_s = time.monotonic() - began
         return _read_recording(output, order, took_s, stop_reason, pyspy)
 
 
@@ -174,7 +170,11 @@ def _run_recording(
         limit_s = order.command.seconds + MAX_OVERRUN_S
         if order.command.native:
             limit_s = order.command.seconds + MAX_NATIVE_OVERRUN_S
-        stop_reason = _wait_for_recording(process, limit_s, get_stop_reason)
+        try:
+            stop_reason = _wait_for_recording(process, limit_s, get_stop_reason)
+        finally:
+            if order.command.native and process.returncode:
+                pyspy.continue_stopped(order.pid, order.start_ticks)
         stderr.seek(0)
         messages = stderr.read(1 << 16).decode(errors="replace")
     if stop_reason and not output.exists():

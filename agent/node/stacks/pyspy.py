@@ -40,12 +40,6 @@ class PySpyError(Exception):
         self.is_permanent = is_permanent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PySpyDump:
-    threads: tuple[ThreadStack, ...]
-    was_continued: bool = False  # the process had been left stopped and was continued
-
-
 def locate_pyspy() -> str | None:
     """The path of py-spy: beside this Python, else on PATH; None if it is not installed."""
     path = Path(sys.executable).with_name("py-spy")
@@ -62,7 +56,7 @@ class PySpy:
 
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
-    ) -> PySpyDump:
+    ) -> tuple[ThreadStack, ...]:
         """The stacks of one process. Raises PySpyError.
 
         The process is paused if it runs Python or ``native`` frames are read, but never with
@@ -81,20 +75,22 @@ class PySpy:
         if not (native or nonblocking or is_stopped):
             threads = self._dump_undisturbed(pid)
             if threads is not None:
-                return PySpyDump(threads=threads)
+                return threads
         options: list[str] = []
         if native:
             options.append("--native")
         elif is_stopped or nonblocking:
             options.append("--nonblocking")
         timeout_s = NATIVE_DUMP_TIMEOUT_S if native else self.timeout_s
-        was_continued = False
         try:
-            threads = self._run_dump(pid, options, timeout_s)
-        finally:
-            if not is_stopped:
-                was_continued = self.ensure_running(pid, start_ticks)
-        return PySpyDump(threads=threads, was_continued=was_continued)
+            return self._run_dump(pid, options, timeout_s)
+        except PySpyError as error:
+            if "--nonblocking" not in options and self.continue_stopped(pid, start_ticks):
+                raise PySpyError(
+                    f"{error}; py-spy left the process stopped, and it was continued",
+                    is_permanent=error.is_permanent,
+                ) from error
+            raise
 
     def _dump_undisturbed(self, pid: int) -> tuple[ThreadStack, ...] | None:
         """The stacks of a process that is not paused; None if they changed while they were read.
@@ -168,8 +164,12 @@ class PySpy:
             raise PySpyError("the process has ended")
         return stat.state
 
-    def ensure_running(self, pid: int, start_ticks: int) -> bool:
-        """Continues a process that py-spy left stopped. Returns True if that was necessary."""
+    def continue_stopped(self, pid: int, start_ticks: int) -> bool:
+        """Continues a process that a failed py-spy has left stopped. Returns True if that was necessary.
+
+        Only for a py-spy that was to pause it and failed: one that is killed cannot detach. After any
+        other one, whoever stopped the process meant to.
+        """
         deadline = time.monotonic() + _RESUME_TIMEOUT_S
         while time.monotonic() < deadline:
             stat = processes.read_live_stat(pid, start_ticks, self.proc)

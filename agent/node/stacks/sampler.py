@@ -74,7 +74,6 @@ class SampleResult:
     sample: StackReply | None = None
     taken_ns: int = 0
     refusal: str | None = None
-    was_continued: bool = False
 
 
 class StackSampler(OrderWorker[SampleOrder, SampleResult]):
@@ -126,15 +125,11 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         reply = _make_reply(order)
         taken_ns = time.monotonic_ns()
         try:
-            spied = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
-            threads = self._annotate_threads(spied.threads, order)
+            threads = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
+            threads = self._annotate_threads(threads, order)
             threads += collect_child_stacks(threads, order.pid, self._pyspy)
-            return SampleResult(
-                key=order.key,
-                sample=replace(reply, threads=threads),
-                taken_ns=taken_ns,
-                was_continued=spied.was_continued,
-            )
+            sample = replace(reply, threads=threads)
+            return SampleResult(key=order.key, sample=sample, taken_ns=taken_ns)
         except PySpyError as error:
             problem = str(error)
             refusal = problem if error.is_permanent else None
@@ -237,7 +232,7 @@ def _read_stack(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
     main = ThreadStack(thread="", frames=())
     if child.program.startswith("python"):
         try:
-            threads = pyspy.dump_stacks(pid, child.stat.start_ticks).threads
+            threads = pyspy.dump_stacks(pid, child.stat.start_ticks)
             main = next(iter(add_source_text(threads[:1], pid, pyspy.proc)), main)
         except PySpyError as error:
             main = replace(main, error=str(error))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,21 +188,37 @@ def test_hanging_pyspy_is_killed(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
-    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], dict(os.environ))
-    try:
-        stops = (
-            f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo"
-            " '[]'\n"
-        )
-        dump = PySpy(path=write_script(tmp_path, stops)).dump_stacks(
-            pid, read_stat(pid).start_ticks
-        )
-        assert dump.was_continued
-        assert wait_until(lambda: read_stat(pid).state != "T", 5.0)
-    finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
+@pytest.fixture
+def busy_pid() -> Iterator[int]:
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "while :; do :; done"], dict(os.environ))
+    assert wait_until(lambda: read_stat(pid).state == "R", 5.0)
+    yield pid
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("end", ["exit 1", "kill -KILL $$", "exec sleep 60"])
+def test_target_left_stopped_by_failed_pyspy_is_continued(
+    end: str, busy_pid: int, tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, f"kill -STOP {busy_pid}; {end}\n")
+    with pytest.raises(PySpyError, match="it was continued"):
+        PySpy(path=script, timeout_s=0.5).dump_stacks(busy_pid, read_stat(busy_pid).start_ticks)
+    assert wait_until(lambda: read_stat(busy_pid).state == "R", 5.0)
+
+
+@pytest.mark.parametrize(("nonblocking", "exit_status"), [(False, 0), (True, 0), (True, 1)])
+def test_target_that_was_stopped_meanwhile_stays_stopped(
+    busy_pid: int, tmp_path: Path, nonblocking: bool, exit_status: int
+) -> None:
+    """A debugger or a scheduler stops it while py-spy starts, which may take a second."""
+    stops = f"kill -STOP {busy_pid}; echo '[]'; exit {exit_status}\n"
+    spy = PySpy(path=write_script(tmp_path, stops))
+    start_ticks = read_stat(busy_pid).start_ticks
+    with pytest.raises(PySpyError) if exit_status else nullcontext():
+        spy.dump_stacks(busy_pid, start_ticks, nonblocking=nonblocking)
+    time.sleep(0.6)  # a process that is found stopped gets half a second
+    assert read_stat(busy_pid).state == "T"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +237,7 @@ def test_only_a_process_that_runs_is_paused(command: str, is_paused: bool, tmp_p
         assert wait_until(lambda: (read_stat(pid).state == "R") == is_paused, 5.0)
         time.sleep(0.1)  # the thread begins to sleep, or to run
         spy = PySpy(path=write_script(tmp_path, script))
-        (stack,) = spy.dump_stacks(pid, read_stat(pid).start_ticks).threads
+        (stack,) = spy.dump_stacks(pid, read_stat(pid).start_ticks)
         assert stack.main
         calls = (tmp_path / "calls").read_text().splitlines()
         assert ["--nonblocking" in call for call in calls] == [not is_paused]
