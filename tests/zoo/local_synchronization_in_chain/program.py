@@ -1,0 +1,31 @@
+"""Each rank makes a group with the one before it and then one with the next; rank 3 stalls before its first one."""
+
+import os
+import queue
+
+import earlier_calls
+import torch
+import torch.distributed as dist
+
+
+def load_weights():
+    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+    queue.Queue().get()  # PLANTED
+
+
+def main():
+    dist.init_process_group("gloo")
+    earlier_calls.make()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 3:
+        load_weights()
+    for first in (rank - 1, rank):
+        if 0 <= first < size - 1:
+            pair = dist.new_group([first, first + 1], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(4), group=pair)
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
