@@ -20,10 +20,12 @@ from typing import Any
 
 import hangwatch
 from hangwatch.model.operators import OPERATIONS, MustMatch
+from hangwatch.ring.layout import RecordFlag
 
 from .writer import RingWriter
 
 _PENDING_CALLS = ("isend", "irecv")
+_BATCH_FUNCTION = "batch_isend_irecv"
 _WRAPPERS = ("func_wrapper", "wrapper")  # torch/distributed/c10d_logger.py
 _MAX_CACHED = 4096  # code objects; beyond that all caches are cleared
 # The origins of a frame's code, as `CodeOrigin` in native/call_sites.h. Machinery is torch and the
@@ -116,20 +118,22 @@ def find_caller() -> FrameType:
         return sys._getframe(1)
 
 
-def is_left_pending(caller: FrameType) -> bool:
-    """Whether the user's own code called ``isend`` or ``irecv``, so that it decides when anything
-    waits for the message. torch's own functions, such as ``send`` and ``batch_isend_irecv``, leave
-    no message behind that later calls could overtake.
+def find_message_flag(caller: FrameType) -> int:
+    """The flag of a send or a receive on a device: `RecordFlag.ASYNC` if the user's own code called
+    ``isend`` or ``irecv``, so that it decides when anything waits for the message; BATCHED if
+    ``batch_isend_irecv`` did; 0 for torch's other functions. These leave no message behind that later
+    calls could overtake.
     """
     if caller.f_code.co_name not in _PENDING_CALLS:
-        return False
+        return 0
     folder = os.path.dirname(caller.f_code.co_filename)
     frame = caller.f_back
     while frame is not None and os.path.dirname(frame.f_code.co_filename) == folder:
-        if frame.f_code.co_name not in _WRAPPERS:
-            return False
+        name = frame.f_code.co_name
+        if name not in _WRAPPERS:
+            return RecordFlag.BATCHED if name == _BATCH_FUNCTION else 0
         frame = frame.f_back
-    return True
+    return RecordFlag.ASYNC
 
 
 def _find_codes(names: list[str]) -> list[CodeType]:

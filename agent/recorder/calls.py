@@ -27,7 +27,7 @@ from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS, MustMatch, Ope
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
-from .callers import ReduceOpReader, find_named_reduce_ops, is_left_pending, make_reduce_op_reader
+from .callers import ReduceOpReader, find_message_flag, find_named_reduce_ops, make_reduce_op_reader
 from .faults import Arguments
 from .groups import GroupTrack
 from .recorder import MAX_CACHED_CALLS, Recorder, call_caches
@@ -165,9 +165,10 @@ class CallReader:
         peer, tag = -1, 0
         stream = track.collective_stream
         if self.is_p2p:
-            peer = args[self._peer_index] if self._peer_index >= 0 else -1
+            group_peer = args[self._peer_index] if self._peer_index >= 0 else None
             tag = args[self._tag_index] if self._tag_index >= 0 else 0
-            stream = recorder.groups.get_channel(track, self._p2p_kind, peer, tag)
+            stream = recorder.groups.get_channel(track, self._p2p_kind, group_peer, tag)
+            peer = -1 if group_peer is None else group_peer
         if stream is None:
             return None
         flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
@@ -191,7 +192,7 @@ class CallReader:
         spec = self.spec
         if track.has_device_backend and first is not None and not first.is_cpu:
             stream.mark_completion_unknown()
-            flags = RecordFlag.ASYNC if self.is_p2p and is_left_pending(caller) else 0
+            flags = find_message_flag(caller) if self.is_p2p else 0
             return flags, False, CompletionMode.UNOBSERVABLE
         # Nothing will report that the thread has left the call.
         if spec.silent_backends and track.runs_on(spec.silent_backends):
@@ -301,13 +302,16 @@ class CallReader:
         return number, signature.agree, size
 
     def _read_split_sizes(self, args: Arguments) -> Any:
-        """(sent, received) per member, in elements; a single number where torch splits evenly."""
+        """(sent, received), in elements: see `Signature.splits`."""
         if self._split_indices is None or find_first_tensor(args[self.tensors_index]) is None:
             return None
         sent = args[self._split_indices[0]]
         received = args[self._split_indices[1]]
-        if sent and type(sent[0]) is not int:  # lists of tensors
-            return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
+        if self._output_index < 0:  # lists of tensors
+            return (
+                tuple(tensor.numel() for tensor in flatten_tensors(sent)),
+                tuple(tensor.numel() for tensor in flatten_tensors(received)),
+            )
         return (
             count_split_elements(args[self.tensors_index], sent),
             count_split_elements(args[self._output_index], received),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
-from hangwatch.model.calls import LossReason, StreamKind
+from hangwatch.model.calls import ANY_SOURCE, LossReason, StreamKind, encode_invalid_peer
 from hangwatch.model.groups import (
     DEVICE_BACKENDS,
     FLIGHT_RECORDER_BACKENDS,
@@ -42,7 +42,7 @@ class GroupTrack:
     group: Group  # the ranks of a foreign group are the numbers of its members
     group_ref: weakref.ref[Any]  # a strong reference would keep the communicators
     collective_stream: StreamRecorder | None
-    channels: dict[tuple[str, int, int], StreamRecorder | None] = field(default_factory=dict)
+    channels: dict[tuple[str, int | None, int], StreamRecorder | None] = field(default_factory=dict)
     has_lost_messages: bool = False  # perhaps of channels that are not opened yet
     has_device_backend: bool = field(init=False)
     has_flight_recorder: bool = field(init=False)
@@ -100,13 +100,16 @@ class GroupRegistry:
         self.streams: dict[int, StreamRecorder] = {}  # the key is the uid
 
     def get_channel(
-        self, track: GroupTrack, kind: StreamKind, peer: int, tag: int
+        self, track: GroupTrack, kind: StreamKind, peer: int | None, tag: int
     ) -> StreamRecorder | None:
-        """The channel to or from group rank ``peer`` (-1: from any); None if it is not recorded."""
+        """The channel to or from group rank ``peer`` (None: from any); None if it is not recorded."""
         key = (kind.value, peer, tag)
         if key not in track.channels:
             ranks = track.group.ranks
-            peer_rank = ranks[peer] if 0 <= peer < len(ranks) else -1
+            if peer is None:
+                peer_rank = ANY_SOURCE
+            else:
+                peer_rank = ranks[peer] if 0 <= peer < len(ranks) else encode_invalid_peer(peer)
             channel = self.open_stream_once(track.channels, key, kind, track.group, peer_rank, tag)
             if channel is not None and track.has_lost_messages:
                 channel.mark_incomplete(LossReason.FAULT)

@@ -64,6 +64,7 @@ def install_recorder() -> None:
     wrap_function("destroy_process_group", None, _leave_destroy, _record_lost_world)
     wrap_function("shrink_group", None, _leave_new_group, _record_lost_group)
     faults.run_guarded("watching the creation of process groups", track_creations)
+    faults.run_guarded("watching batches of messages", kernels.track_batches)
     faults.run_guarded("counting the Flight Recorder's hooks", device.count_attached_hooks)
     patch_spawn()
     launch = identity.parse_environ(os.environ)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from time import monotonic_ns
 from types import FrameType
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup
 
 from hangwatch.model.calls import LossReason
 
@@ -25,6 +27,7 @@ from .dynamo import run_uncompiled
 from .native.library import NativeLibrary, encode_plan
 from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
 from .recorder import Recorder, clear_call_caches
+from .streams import current_batch
 
 # The kernels stay registered as long as this object exists.
 _registry: KernelRegistry | None = None
@@ -53,6 +56,20 @@ def register_operators() -> None:
     if _registry is None:
         _registry = KernelRegistry(recorder.native, with_checks=recorder.checker is not None)
     _registry.register_new_operators()
+
+
+def track_batches() -> None:
+    """Records when ``batch_isend_irecv`` begins a batch on a backend that executes it as a whole."""
+    where = "recording the beginning of a batch"
+    faults.extend_method(ProcessGroup, "_start_coalescing", _begin_batch, where)
+
+
+def _begin_batch(_pg: Any, _args: faults.Arguments, _kwargs: faults.KeywordArguments) -> None:
+    recorder = get_recorder()
+    if recorder is not None and recorder.native is not None:
+        recorder.native.begin_batch()
+    else:
+        current_batch.began_ns = monotonic_ns()
 
 
 class KernelRegistry:

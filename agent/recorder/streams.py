@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import mmap
+import threading
 import weakref
 from _thread import LockType, allocate_lock, get_ident, get_native_id
 from collections import deque
@@ -50,6 +51,7 @@ _RETRACTED_FLAGS = RecordFlag.RAISED | RecordFlag.RETRACTED
 _pack_record = RECORD_PACKED_STRUCT.pack_into
 _RECORDS_OFFSET = RECORDS.offset
 _RECORD_SIZE = RECORDS.slot.size
+_FLAGS_OFFSET = 24  # in the packed body of a record
 # The name under which a frame holds a Work; no local variable has it.
 FRAME_KEY = "<Work watched by hangwatch>"
 
@@ -68,6 +70,7 @@ class CompletionMode:
 
 
 _NEXT, _RETURN = CompletionMode.NEXT, CompletionMode.RETURN
+_UNOBSERVABLE, _BATCHED = CompletionMode.UNOBSERVABLE, RecordFlag.BATCHED
 
 # A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks
 # or 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
@@ -82,6 +85,15 @@ WatchedWork = Any
 
 # (an `EnteredCall`, its `WatchedWork`, and in some cases a weak reference that must be kept for it)
 PendingCall = tuple[Any, ...]
+
+
+class CurrentBatch(threading.local):
+    """The batch of sends and receives that this thread began last."""
+
+    began_ns = 0
+
+
+current_batch = CurrentBatch()
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +137,10 @@ class StreamRecorder:
         self.entered = seq = next(self._seq_counter)
         # This is `hangwatch.model.calls.extend_chain`, without the cost of a function call.
         self.chain = chain = (self.chain * CHAIN_BASE + agreement_hash) & UINT64_MASK
-        now = self._last_entered_ns = monotonic_ns()
+        now = monotonic_ns()
+        if completion_mode == _UNOBSERVABLE and record_body[_FLAGS_OFFSET] & _BATCHED:
+            now = current_batch.began_ns or now
+        self._last_entered_ns = now
         works = self.pending_works
         thread = blocked_thread or get_ident()
         if thread != self._last_thread and self._detect_concurrency(thread):

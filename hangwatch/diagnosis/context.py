@@ -279,7 +279,7 @@ def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ..
 
 
 def _add_peer(call: Call, stream: CallStream) -> Call:
-    return call if stream.peer is None else replace(call, peer=stream.peer)
+    return call if stream.peer is None else replace(call, peer=stream.given_peer)
 
 
 def find_newest_sample(process: Process, since: float) -> StackSample | None:

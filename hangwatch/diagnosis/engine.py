@@ -27,7 +27,11 @@ from .rules.devices import (
     diagnose_uncounted_devices,
 )
 from .rules.ended import diagnose_exits
-from .rules.mismatch import diagnose_call_mismatches, diagnose_pair_mismatches
+from .rules.mismatch import (
+    diagnose_call_mismatches,
+    diagnose_invalid_peers,
+    diagnose_pair_mismatches,
+)
 from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
 from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
@@ -40,6 +44,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     request_last_calls,
     diagnose_call_mismatches,
     diagnose_pair_mismatches,
+    diagnose_invalid_peers,
     diagnose_exits,
     diagnose_deadlocks,
     diagnose_device_cycle,

@@ -271,7 +271,7 @@ class _Collectives:
             if other_ops or len(callers) < len(self.group.ranks):
                 continue
             spec = _JOINT_SPECS[op]
-            if spec.split_args:
+            if not spec.is_rooted:
                 self._reconcile_all_to_all(seq)
                 continue
             # The ranks that called it as its root passed the list of tensors, which gloo records as

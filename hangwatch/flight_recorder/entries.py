@@ -99,7 +99,7 @@ def read_signature(
     shape_elements = tuple(map(math.prod, shapes))
     input_elements = tuple(map(math.prod, inputs))
     output_elements = tuple(map(math.prod, outputs))
-    has_splits = specs[0].split_args and len(inputs) > 1
+    has_splits = specs[0].split_args and not specs[0].is_rooted and len(inputs) > 1
     signature = Signature(
         op=op,
         shapes=shapes or outputs,

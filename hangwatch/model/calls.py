@@ -19,6 +19,8 @@ Hash64 = Annotated[int, "a hash of 64 bits"]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
+ANY_SOURCE = -1  # the peer of a receive that takes a message of any rank
+_FIRST_INVALID_PEER = -(1 << 32)  # the peer for the argument 0, see `encode_invalid_peer`
 CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
 _CHAIN_BASE_INVERSE = pow(CHAIN_BASE, -1, 1 << 64)
 
@@ -59,7 +61,8 @@ class Signature:
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None
-    # Elements (sent to, received from) each member; a single number means an even split.
+    # Elements (sent to, received from) each member; a single number means an even split. With a root, the
+    # list of each member is on the root, and the other members have a single number on one side.
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     # Anything else that must be equal, such as the ranks of a group that is being created.
     detail: str | None = None
@@ -119,6 +122,24 @@ class Loss:
 
     from_seq: int
     reason: LossReason = LossReason.UNKNOWN
+
+
+def encode_invalid_peer(argument: int) -> int:
+    """The peer of a send or a receive whose argument is no rank of its group. Neither a rank, nor
+    `ANY_SOURCE`, nor a member of another job has this number.
+    """
+    return _FIRST_INVALID_PEER + argument
+
+
+def decode_invalid_peer(peer: int | None) -> int | None:
+    """The argument of which `encode_invalid_peer` made this peer; None for other peers.
+
+    >>> decode_invalid_peer(encode_invalid_peer(-1)), decode_invalid_peer(ANY_SOURCE)
+    (-1, None)
+    """
+    if peer is None or peer >= _FIRST_INVALID_PEER // 2:
+        return None
+    return peer - _FIRST_INVALID_PEER
 
 
 def with_agreement_hash(

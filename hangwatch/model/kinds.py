@@ -117,7 +117,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     VerdictKind.MISMATCH: KindSpec(
         meaning=(
             "members of a group made different calls at the same position: operation, shape, dtype,"
-            " reduce op, root, split sizes or tag"
+            " reduce op, root, split sizes or tag; or a peer that is no rank of the group"
         ),
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,

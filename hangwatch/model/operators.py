@@ -78,7 +78,7 @@ class OperatorSpec:
     tensors_arg: str = ""  # the argument whose shapes are shown and, with MustMatch.SHAPE, compared
     must_match: MustMatch = MustMatch.NOTHING
     root_is_source: bool = False  # the result is the root's data, and no other member gives any
-    split_args: tuple[str, str] | None = None  # (sent, received) sizes per member
+    split_args: tuple[str, str] | None = None  # (sent, received) sizes, for each member or the root
     p2p_role: P2pRole | None = None
     # What the recorder needs.
     returns_work: bool = True  # False: the call itself blocks until it is complete
@@ -254,6 +254,7 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="gather",
         tensors_arg="input_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
+        split_args=("input_tensors", "output_tensors"),
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
         list_side=ListSide.OUTPUTS,
@@ -262,6 +263,7 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="scatter",
         tensors_arg="output_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
+        split_args=("input_tensors", "output_tensors"),
         other_input_arg="input_tensors",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,

@@ -199,6 +199,9 @@ class RecordFlag:
     # The call raised an exception before it communicated, and is no call of its stream: the next
     # one has its number, and a running hash without it.
     RETRACTED = 32
+    # The call is part of a batch of sends and receives, which have no order among themselves: the time of
+    # entry of each is that of the batch.
+    BATCHED = 64
 
 
 class CheckFlag:

@@ -37,7 +37,8 @@ class StreamDescription:
 
     kind: StreamKind
     group: Group
-    # A global rank, or a number in a foreign group; -1: any source; None: a stream of collectives
+    # A global rank, or a number in a foreign group; `ANY_SOURCE`; `encode_invalid_peer` of an argument that
+    # is neither; None: a stream of collectives
     peer: int | None
     tag: int | None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from hangwatch.model.calls import Call, Loss, StreamKind
+from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
@@ -108,6 +108,8 @@ class Attempt:
     incomplete_ranks: set[int] = field(default_factory=set)
     # Ranks that reported the arguments of a send.
     sender_ranks: set[int] = field(default_factory=set)
+    # Ranks with a send or a receive whose peer is no rank of its group.
+    misaddressing_ranks: set[int] = field(default_factory=set)
     # Groups with a reported call that has split sizes.
     uneven_groups: OrderedGroups = field(default_factory=dict)
     # Groups in which some member's backend reports how far its device is.
@@ -237,6 +239,8 @@ class Attempt:
         if stream.peer is not None:
             self.message_groups.add(stream.group.key)
             connect_channel(process, stream)
+            if decode_invalid_peer(stream.peer) is not None and process.holds_rank:
+                self.misaddressing_ranks.add(process.rank)
         self._add_to_state(process, stream)
 
     def _add_to_state(self, process: Process, stream: CallStream) -> None:
@@ -332,6 +336,7 @@ class Attempt:
         self.unable_ranks.discard(rank)
         self.ended_ranks.discard(rank)
         self.sender_ranks.discard(rank)
+        self.misaddressing_ranks.discard(rank)
         self.incomplete_ranks.discard(rank)
         self.lossy_ranks.discard(rank)
         former = self.processes.pop(rank, None)

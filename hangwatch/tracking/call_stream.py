@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hangwatch.model.calls import Call, Loss, StreamKind
+from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import DeviceProgress
@@ -173,6 +173,12 @@ class CallStream:
     def has_answered(self, window: CallWindow) -> bool:
         """Whether the node agent has sent these calls, as far as it still had them."""
         return any(answer.covers(window) for answer in self.answered)
+
+    @property
+    def given_peer(self) -> int | None:
+        """The peer as its calls name it, whether or not it is a rank."""
+        argument = decode_invalid_peer(self.peer)
+        return self.peer if argument is None else argument
 
     @property
     def is_pending(self) -> bool:

@@ -111,7 +111,7 @@ class TraceSession(RankRequest[TracedRank]):
             "rank": traced.rank,
             "at": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
             **build_document(kind.signature),
-            "peer": None if stream is None else stream.peer,
+            "peer": None if stream is None else stream.given_peer,
             "group": None if group is None else {"name": group.name, "desc": group.desc},
             "seq": call.seq,
             "site": build_optional_document(kind.site),

@@ -71,8 +71,8 @@ void append_tensor(const at::Tensor& tensor, CallKey& key) {
   key.insert(key.end(), sizes.begin(), sizes.end());
 }
 
-// Appends the functions that make a call. They decide whether a message is left pending: `isend`
-// and `send` call the same operator (`is_left_pending` in callers.py).
+// Appends the functions that make a call. They decide whether a message is left pending or part of a
+// batch: `isend` and `send` call the same operator (`find_message_flag` in callers.py).
 void append_callers(CallKey& key) {
   int count = 0;
   walk_frames([&](CodePosition position) {

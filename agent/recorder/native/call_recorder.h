@@ -24,6 +24,8 @@ namespace {
 uint64_t get_this_thread() { return static_cast<uint64_t>(pthread_self()); }
 
 thread_local uint32_t this_thread_id = 0; // 0: not known yet
+// When this thread began its last batch of sends and receives, which have no order among themselves.
+thread_local uint64_t batch_began_ns = 0;
 
 // The operating system's id of this thread, by which /proc and py-spy name it.
 uint32_t get_thread_id() {
@@ -230,7 +232,9 @@ class CallRecorder {
   Call enter_call(
       Stream& stream, uint64_t agreement_hash, RecordBody record_body, uint64_t blocked_thread,
       int completion_mode, PendingWorks& finished, Lock& lock) {
-    const uint64_t this_thread = get_this_thread(), now_ns = read_clock_ns();
+    const uint64_t this_thread = get_this_thread();
+    const bool is_batched = record_body.flags & BATCHED && batch_began_ns;
+    const uint64_t now_ns = is_batched ? batch_began_ns : read_clock_ns();
     if (stream.last_thread != this_thread && detect_concurrency(stream, this_thread, lock))
       record_body.flags |= SHARED;
     if (completion_mode == UNOBSERVABLE)

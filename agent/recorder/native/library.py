@@ -60,6 +60,7 @@ _WAITING_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 # The other functions are called with the GIL, and never wait for a thread that needs it.
 _QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_get_planned_reduce_op": (ctypes.c_int64,),
+    "hw_begin_batch": (None,),
     "hw_clear_plans": (None, _RECORDER),
     "hw_set_code_origin": (None, _RECORDER, _U64, _U8),
     "hw_clear_code_origins": (None, _RECORDER),
@@ -154,6 +155,10 @@ class NativeLibrary:
         """The reduce op of the call that a planner reads; a `callers.ReduceOpReader`."""
         number: int = self._gil_lib.hw_get_planned_reduce_op()
         return number if number >= 0 else None
+
+    def begin_batch(self) -> None:
+        """Records that this thread begins a batch of sends and receives."""
+        self._gil_lib.hw_begin_batch()
 
     def clear_plans(self) -> None:
         """Drops all plans, because interned data will be overwritten or a group was deleted."""

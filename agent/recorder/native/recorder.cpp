@@ -73,6 +73,11 @@ int64_t hw_get_planned_reduce_op() {
   return planned_reduce_op;
 }
 
+// Records that this thread begins a batch of sends and receives.
+void hw_begin_batch() {
+  batch_began_ns = read_clock_ns();
+}
+
 void hw_clear_plans(CallRecorder* recorder) {
   recorder->clear_plans();
 }

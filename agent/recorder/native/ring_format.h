@@ -18,7 +18,7 @@ constexpr int LOSS_SEQ_BITS = 56;
 
 enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // hangwatch/model/calls.py has more
 
-enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16, RETRACTED = 32 };
+enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16, RETRACTED = 32, BATCHED = 64 };
 
 enum StreamWord { // the words of a slot in the stream table that the recorder updates
   COMPLETED_WORD,

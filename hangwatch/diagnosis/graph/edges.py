@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, nextafter
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.model.calls import ANY_SOURCE, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, unpack_ranks
+from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
 from hangwatch.tracking.attempt import Attempt
@@ -156,7 +157,20 @@ def has_completed_calls(group_state: GroupState) -> bool:
 
 def receives_from_any(stream: CallStream) -> bool:
     """Whether the stream receives from any source."""
-    return stream.peer == -1 and stream.kind is StreamKind.RECV
+    return stream.peer == ANY_SOURCE and stream.kind is StreamKind.RECV
+
+
+def has_receives_from_any(process: Process, channel: CallStream) -> bool:
+    """Whether a rank also receives from any source with the group and the tag of a channel: then the
+    calls with one number at its two ends need not be those of one message.
+    """
+    return any(
+        receives_from_any(stream)
+        and stream.entered > 0
+        and stream.tag == channel.tag
+        and stream.group.key == channel.group.key
+        for stream in process.streams.values()
+    )
 
 
 def get_new_group_ranks(stream: CallStream, seq: int = 0) -> tuple[int, ...] | None:
@@ -246,19 +260,47 @@ class WaitResolver:
         if receives_from_any(stream):
             return self._find_awaited_senders(rank, stream)
         peer = stream.peer
-        if peer is None:
+        if peer is None or decode_invalid_peer(peer) is not None:
             return {}
-        call_count = 0 if stream.other_end is None else stream.other_end.entered
-        if stream.kind is StreamKind.SEND:
-            # The receives from any source that remain for this rank after others' completed sends.
-            remaining_count, _ = self._count_messages(peer, StreamKind.RECV, stream, -1)
-            for other in stream.group.ranks if remaining_count else ():
-                if other != rank:
-                    remaining_count -= self._count_messages(other, stream.kind, stream, peer)[1]
-            call_count += max(0, remaining_count)
-        if call_count < stream.entered:
-            return {peer: call_count + 1}
+        met_count = self.count_met_calls(rank, stream)
+        if met_count < stream.entered:
+            return {peer: met_count + 1}
         return {peer: stream.entered} if peer in self._silent_ranks else {}
+
+    def count_met_calls(self, rank: int, stream: CallStream) -> int:
+        """How many calls of a send or a receive that names its peer have their other end. A receive from any
+        source is one for a message of any sender, and what it took is not there for one by name.
+        """
+        other_end, peer = stream.other_end, stream.peer
+        assert peer is not None
+        met_count = 0 if other_end is None else other_end.entered
+        if stream.kind is StreamKind.SEND:
+            return met_count + self._bound_taken(peer, rank, stream)[1]
+        least, most = self._bound_taken(rank, peer, stream)
+        if not most or other_end is None:
+            return met_count
+        process = self._attempt.processes[rank]
+        # A message that is there would have ended the receive in which the rank has been for a while.
+        is_newest_call = stream.entered_at >= process.newest_call_at
+        if is_newest_call and process.reports.last_seen_at - other_end.entered_at >= MIN_WAIT_S:
+            taken_count = (other_end.completed or 0) - (stream.completed or 0)
+            least = max(least, min(most, taken_count))
+        return max(met_count - least, stream.completed or 0)
+
+    def _bound_taken(self, receiver: int, sender: int, reference: CallStream) -> tuple[int, int]:
+        """How many messages of one sender the receives from any source of a rank took, at least, and may
+        have taken or take, at most: those that took no message of another sender.
+        """
+        most, least = self._count_messages(receiver, StreamKind.RECV, reference, ANY_SOURCE)
+        for other in reference.group.ranks if most else ():
+            if other not in (receiver, sender):
+                sent_count, done_count = self._count_messages(
+                    other, StreamKind.SEND, reference, receiver
+                )
+                _, named_count = self._count_messages(receiver, StreamKind.RECV, reference, other)
+                least -= max(0, sent_count - named_count)
+                most -= max(0, done_count - named_count)
+        return max(0, least), max(0, most)
 
     def _find_awaited_senders(self, rank: int, stream: CallStream) -> dict[int, int]:
         """The ranks any one of which may send to this receiver; none if enough was sent."""
@@ -409,9 +451,10 @@ class QueuedCalls:
     Where a call only queues work for the device, as on NCCL, hosts continue after a send or a receive that
     the peer has not met. A device executes its calls in the order in which its host made them, so those
     after the message are held up as well: collectives that all hosts have made, and messages whose other
-    end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does
-    it to a message that the user's code started by ``isend`` or ``irecv``: until something waits for it,
-    calls on other communicators may overtake it.
+    end is queued. The parts of a batch have one time, and so no order among themselves. Where the
+    completion of calls is reported, as on gloo, none of this applies. Nor does it to a message that the
+    user's code started by ``isend`` or ``irecv``: until something waits for it, calls on other
+    communicators may overtake it.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -467,9 +510,9 @@ class QueuedCalls:
 
     def _find_unmet_messages(self) -> dict[int, float]:
         """The time when a rank's host made the first message whose other end does not exist, by rank.
-        Only the time of the newest message of a channel is known.
+        Only the time of the newest message of a channel is known, which is behind any earlier one.
         """
-        messages: list[tuple[int, CallStream]] = []
+        messages: list[tuple[int, CallStream, float]] = []
         any_receivers: set[tuple[int | None, int]] = set()
         for rank, process in self._attempt.processes.items():
             for stream in process.unfinished_streams:
@@ -484,12 +527,14 @@ class QueuedCalls:
                 newest = stream.calls.get(stream.entered)
                 may_block = newest is not None and newest.blocking is not False
                 if may_block and met_count < stream.entered:
-                    messages.append((rank, stream))
+                    is_newest = met_count == stream.entered - 1
+                    at = stream.entered_at if is_newest else nextafter(stream.entered_at, -inf)
+                    messages.append((rank, stream, at))
         unmet: dict[int, float] = {}
-        for rank, stream in messages:
+        for rank, stream, at in messages:
             receiver = stream.peer if stream.kind is StreamKind.SEND else rank
             if (receiver, id(stream.group)) not in any_receivers:
-                unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
+                unmet[rank] = min(unmet.get(rank, inf), at)
         return unmet
 
     def _list_partners(self, rank: int, stream: CallStream) -> Iterator[tuple[int, CallStream]]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.model.calls import ANY_SOURCE, StreamKind
 from hangwatch.model.limits import MIN_WAIT_S, READING_DELAY_S, Limits
 from hangwatch.model.verdicts import Wait
 from hangwatch.stacks.frames import waits_for_communication, waits_for_work
@@ -379,8 +379,9 @@ class _GraphBuilder:
             elif stream.completed is not None and (
                 stream.peer is None
                 or (
-                    waits_for_work(get_calling_thread_since(process, stream.entered_at))
-                    and all(other.peer != -1 for other in process.streams.values())
+                    stream.peer in self._attempt.processes
+                    and waits_for_work(get_calling_thread_since(process, stream.entered_at))
+                    and all(other.peer != ANY_SOURCE for other in process.streams.values())
                 )
             ):
                 stuck.append(stream)

@@ -124,7 +124,7 @@ def _add_tag_mismatch(
         # A stream in which the sender is blocked counts more than one that is older.
         sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
         for sending in sends:
-            receive_count = sending.other_end.entered if sending.other_end is not None else 0
+            receive_count = context.graph.resolver.count_met_calls(edge.wait.on_rank, sending)
             if sending.tag != edge.stream.tag and sending.entered > receive_count:
                 is_blocking = id(sending) in blocking_streams
                 was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice, permutations
 from typing import NamedTuple
 
-from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
+from hangwatch.model.calls import (
+    UNKNOWN_OP,
+    Call,
+    Signature,
+    Site,
+    StreamKind,
+    decode_invalid_peer,
+)
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
@@ -25,6 +32,7 @@ from hangwatch.model.limits import (
     MAX_REPORT_WAIT_S,
     MIN_WAIT_S,
 )
+from hangwatch.model.operators import OPERATIONS, ListSide
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.attempt import find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
@@ -32,9 +40,9 @@ from hangwatch.tracking.process import Process
 
 from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
-from ..context import DiagnosisContext
+from ..context import DiagnosisContext, get_newest_call
 from ..graph.devices import get_first_unfinished
-from ..graph.edges import get_new_group_ranks
+from ..graph.edges import get_new_group_ranks, get_op_name, has_receives_from_any
 from ..messages import describe_mismatch, describe_position, describe_ranks
 from .ended import get_failure_time, has_failed_exit, was_terminated
 
@@ -54,6 +62,10 @@ _GROUP_MISMATCH_ADVICE = (
 )
 _MISMATCH_ADVICE = (
     "Every rank of a group must make the same calls in the same order: compare the two lines."
+)
+_INVALID_PEER_ADVICE = (
+    "Look at how this number is computed. A receive from any source is one without a source"
+    " (src=None)."
 )
 _PAIR_MISMATCH_ADVICE = "What one rank sends is not what the other expects: compare the two lines."
 
@@ -250,6 +262,26 @@ def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
         _compare_splits(context, attempt.streams_by_group[key])
 
 
+def diagnose_invalid_peers(context: DiagnosisContext) -> None:
+    """One verdict for each send or receive whose peer is no rank of its group, and that does not
+    complete: no backend but MPI knows such a peer, and not each one checks the argument.
+    """
+    for rank in sorted(context.attempt.misaddressing_ranks):
+        for stream in context.processes[rank].unfinished_streams:
+            argument, seq = decode_invalid_peer(stream.peer), stream.entered
+            if argument is None or context.now - stream.entered_at < MIN_WAIT_S:
+                continue
+            end = "destination" if stream.kind is StreamKind.SEND else "source"
+            summary = (
+                f"rank {rank} called {get_op_name(stream)} with {end} {argument}, which is no rank of"
+                f" {describe_position(stream.group, None)}"
+            )
+            calls, advice = get_newest_call(stream, rank), _INVALID_PEER_ADVICE
+            _accuse_callers(
+                context, {rank: stream}, (rank,), seq, ("peer",), calls, summary, advice
+            )
+
+
 def _accuse_callers(
     context: DiagnosisContext,
     callers: Mapping[int, CallStream],
@@ -258,6 +290,7 @@ def _accuse_callers(
     differing_fields: tuple[str, ...],
     calls: tuple[CallClass, ...],
     summary: str,
+    advice: str = _PAIR_MISMATCH_ADVICE,
 ) -> None:
     """Opens the verdict on calls that do not fit. ``callers`` are all ranks that made them."""
     if context.explained_ranks.issuperset(outliers):
@@ -278,7 +311,7 @@ def _accuse_callers(
         waits=context.select_waits(waiting),
         began_at=max(stream.entered_at for stream in callers.values()),
         summary=summary,
-        advice=_PAIR_MISMATCH_ADVICE,
+        advice=advice,
         site=_find_site_of(calls, outliers),
     )
     context.accuse(verdict, ended, samples=bool(blocked))
@@ -438,7 +471,7 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
 
 
 class SplitExchange(NamedTuple):
-    """What a rank of an all-to-all sends to another one and what that expects, in elements."""
+    """What a rank sends to another one in a call, or to itself, and what that expects, in elements."""
 
     sender: int
     receiver: int
@@ -449,6 +482,9 @@ class SplitExchange(NamedTuple):
 def _compare_channel(
     context: DiagnosisContext, rank: int, sending: CallStream, receiving: CallStream
 ) -> None:
+    receiver = context.processes.get(sending.peer) if sending.peer is not None else None
+    if receiver is not None and has_receives_from_any(receiver, receiving):
+        return
     for seq in sorted(sending.calls):
         if not (sending.is_counted(seq) and receiving.is_counted(seq)):
             return
@@ -473,7 +509,9 @@ def _compare_channel(
 
 
 def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
-    """Compares what the members of a group send in all-to-all calls with what their receivers expect."""
+    """Compares what the members of a group send in calls with sizes for each member with what their
+    receivers expect.
+    """
     group = next(iter(members.values())).group
     calls_by_seq: dict[int, dict[int, Call]] = {}  # calls with split sizes
     for rank, stream in members.items():
@@ -483,15 +521,69 @@ def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -
             if call.signature.splits is not None and stream.is_counted(seq):
                 calls_by_seq.setdefault(seq, {})[rank] = call
     for seq, calls in sorted(calls_by_seq.items()):
-        conflicts: list[SplitExchange] = []
+        if len({call.signature.op for call in calls.values()}) > 1:
+            continue
+        exchanges = list(_iter_exchanges(calls, group))
+        if any(exchange.sent != exchange.expected for exchange in exchanges):
+            _accuse_split_outliers(context, members, seq, calls, exchanges)
+            return
+
+
+def _await_other_sizes(
+    context: DiagnosisContext, members: Mapping[int, CallStream], seq: int
+) -> bool:
+    """Whether calls that show which of two sizes is that of most members may still be reported."""
+    unknown = [r for r, s in members.items() if s.entered >= seq and seq not in s.calls]
+    for rank in unknown[:_MAX_CALLS_TO_FETCH]:
+        context.request_calls(rank, members[rank], CallWindow(seq, seq))
+    entered_at = [stream.entered_at for stream in members.values() if stream.entered >= seq]
+    return bool(unknown) and context.now - max(entered_at) <= MAX_EVIDENCE_WAIT_S + MIN_WAIT_S
+
+
+def _iter_exchanges(calls: Mapping[int, Call], group: Group) -> Iterator[SplitExchange]:
+    """What the ranks whose calls are known exchange. With a root, each member does so only with the root."""
+    first = next(iter(calls.values())).signature
+    spec, root_index = OPERATIONS.get(first.op), first.root
+    if spec is None or root_index is None:
         for sender, receiver in permutations(calls, 2):
             sent = _get_split_elements(calls[sender], 0, group, receiver)
             expected = _get_split_elements(calls[receiver], 1, group, sender)
-            if sent != expected:
-                conflicts.append(SplitExchange(sender, receiver, sent, expected))
-        if conflicts:
-            _accuse_split_outliers(context, members, seq, calls, conflicts)
-            return
+            yield SplitExchange(sender, receiver, sent, expected)
+        return
+    is_list_sent = spec.list_side is ListSide.INPUTS
+    root = group.ranks[root_index] if root_index < len(group.ranks) else -1
+    root_splits = calls[root].signature.splits if root in calls else None
+    parts = root_splits[not is_list_sent] if root_splits is not None else ()
+    for member, part in zip(group.ranks, parts, strict=False):
+        call = calls.get(member)
+        if call is None or call.signature.splits is None or call.signature.root != root_index:
+            continue
+        own = call.signature.splits[is_list_sent]
+        if len(own) == 1 and is_list_sent:
+            yield SplitExchange(root, member, part, own[0])
+        elif len(own) == 1:
+            yield SplitExchange(member, root, own[0], part)
+
+
+def _find_split_outliers(exchanges: list[SplitExchange], *, is_rooted: bool) -> tuple[int, ...]:
+    """The ranks with the most conflicts. With a root, those whose size is not that of most members, and
+    both ranks of a conflict if no size is.
+    """
+    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
+    if not is_rooted:
+        counts = Counter(rank for conflict in conflicts for rank in conflict[:2])
+        most = max(counts.values())
+        return tuple(sorted(rank for rank, count in counts.items() if count == most))
+    is_list_sent = len({exchange.sender for exchange in exchanges}) == 1
+    own_sizes = Counter(e.expected if is_list_sent else e.sent for e in exchanges)
+    usual = {size for size, count in own_sizes.items() if 2 * count > len(exchanges)}
+    outliers: set[int] = set()
+    for sender, receiver, sent, expected in conflicts:
+        if sent not in usual:
+            outliers.add(sender)
+        if expected not in usual:
+            outliers.add(receiver)
+    return tuple(sorted(outliers))
 
 
 def _accuse_split_outliers(
@@ -499,12 +591,14 @@ def _accuse_split_outliers(
     members: dict[int, CallStream],
     seq: int,
     calls: dict[int, Call],
-    conflicts: list[SplitExchange],
+    exchanges: list[SplitExchange],
 ) -> None:
-    """Accuses the ranks with the most conflicts; the summary has the first with known sizes."""
-    counts = Counter(rank for conflict in conflicts for rank in conflict[:2])
-    most = max(counts.values())
-    outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
+    """Accuses the outliers; the summary has the first of their conflicts with known sizes."""
+    is_rooted = next(iter(calls.values())).signature.root is not None
+    outliers = _find_split_outliers(exchanges, is_rooted=is_rooted)
+    if is_rooted and len(outliers) > 1 and _await_other_sizes(context, members, seq):
+        return
+    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
     exchange: SplitExchange | None = None
     for conflict in conflicts:
         are_sizes_known = min(conflict.sent, conflict.expected) >= 0
@@ -525,8 +619,9 @@ def _accuse_split_outliers(
     )
     callers = {rank: members[rank] for rank in sorted(calls)}
     group = next(iter(members.values())).group
+    fields = ("shape",) if is_rooted else ("splits",)
     if exchange is None:
-        summary = describe_mismatch(outliers, shown, ("splits",), group, seq)
+        summary = describe_mismatch(outliers, shown, fields, group, seq)
     else:
         position = describe_position(group, seq)
         sender, receiver = f"rank {exchange.sender}", f"rank {exchange.receiver}"
@@ -538,9 +633,9 @@ def _accuse_split_outliers(
             noun = "element" if exchange.sent == 1 else "elements"
             clause = f"{sender} sends {sent} {noun} to {receiver}, which expects {expected}"
         summary = f"{clause} ({shown[0].call.signature.op}, {position})"
-        if not {exchange.sender, exchange.receiver}.issuperset(outliers):
+        if not is_rooted and not {exchange.sender, exchange.receiver}.issuperset(outliers):
             summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
-    _accuse_callers(context, callers, outliers, seq, ("splits",), shown, summary)
+    _accuse_callers(context, callers, outliers, seq, fields, shown, summary)
 
 
 def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:

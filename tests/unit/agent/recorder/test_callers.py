@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from torch.distributed import c10d_logger, distributed_c10d
 
-from hangwatch.agent.recorder.callers import CallSites, is_left_pending
+from hangwatch.agent.recorder.callers import CallSites, find_message_flag
 from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring.layout import RecordFlag
 from hangwatch.ring.reader import RingReader
 
 # As torch nests them: each public function is wrapped, and `send` and `batch_isend_irecv` call `isend`.
@@ -40,11 +41,11 @@ def all_reduce():
 
 
 @pytest.fixture
-def torch_functions() -> dict[str, Callable[[], bool]]:
-    def inspect_caller() -> bool:
+def torch_functions() -> dict[str, Callable[[], int]]:
+    def inspect_caller() -> int:
         frame: FrameType | None = sys._getframe(1)
         assert frame is not None
-        return is_left_pending(frame)
+        return find_message_flag(frame)
 
     functions: dict[str, Any] = {"inspect_caller": inspect_caller}
     exec(compile(_CALLS, str(distributed_c10d.__file__), "exec"), functions)
@@ -52,16 +53,20 @@ def torch_functions() -> dict[str, Callable[[], bool]]:
 
 
 def test_isend_of_the_users_code_is_left_pending(
-    torch_functions: dict[str, Callable[[], bool]],
+    torch_functions: dict[str, Callable[[], int]],
 ) -> None:
-    assert torch_functions["wrapped_isend"]()
+    assert torch_functions["wrapped_isend"]() == RecordFlag.ASYNC
 
 
-@pytest.mark.parametrize("function", ["send", "batch_isend_irecv", "all_reduce"])
+@pytest.mark.parametrize("function", ["send", "all_reduce"])
 def test_other_functions_leave_nothing_pending(
-    torch_functions: dict[str, Callable[[], bool]], function: str
+    torch_functions: dict[str, Callable[[], int]], function: str
 ) -> None:
-    assert not torch_functions[function]()
+    assert torch_functions[function]() == 0
+
+
+def test_parts_of_a_batch_are_marked(torch_functions: dict[str, Callable[[], int]]) -> None:
+    assert torch_functions["batch_isend_irecv"]() == RecordFlag.BATCHED
 
 
 def test_torch_still_wraps_its_functions_in_the_same_folder() -> None:

@@ -131,3 +131,42 @@ def test_completed_messages_hold_up_nothing() -> None:
     job.make_calls(done=False, blocking=None)
     graph_waits = {wait for v in advance_waiting(job, STALL_AFTER_S) for wait in v.waits}
     assert not any(wait.rank in (2, 3) and wait.on_rank == 0 for wait in graph_waits)
+
+
+def make_batch(job: ScriptedJob, rank: int, *, receives: bool = True) -> None:
+    """One step of a ring: a send to the next rank and a receive from the one before, as one batch."""
+    size = job.world_size
+    job.make_p2p_call(rank, SEND, (rank + 1) % size)
+    if receives:
+        job.make_p2p_call(rank, RECV, (rank - 1) % size)
+    job.advance_time(0.001)
+
+
+def test_parts_of_a_batch_hold_up_no_other_part() -> None:
+    job = make_job(3)
+    for step in range(3):
+        for rank in range(3):
+            make_batch(job, rank, receives=(rank, step) != (1, 2))
+    (verdict,) = advance_waiting(job, 2 * STALL_AFTER_S, working=(1, 2))
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (1,),
+        (0,),
+    )
+
+
+def test_batch_behind_an_unmet_one_is_held_up() -> None:
+    """Rank 1 does not come to its batch; those of the others that do not include it wait as well."""
+    job = make_job(4)
+    for rank in range(4):
+        make_batch(job, rank)
+    for rank in (0, 2, 3):
+        make_batch(job, rank)
+    for rank in (0, 2, 3):
+        make_batch(job, rank)
+    (verdict,) = advance_waiting(job, 2 * STALL_AFTER_S, working=(1,))
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (1,),
+        (0, 2, 3),
+    )
