@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MIN_REFRESH_S, Limits
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
@@ -237,6 +237,13 @@ class DiagnosisContext:
             if process.has_left(blocked.stream.group):
                 return VerdictKind.EXITED_RANK
         return VerdictKind.FROZEN_RANK if process.freeze_reason(self.now) is not None else None
+
+    def get_start_severity(self, began_at: float) -> Severity:
+        """That of a delay of the start since then: imports, image pulls, launchers and the connections of
+        thousands of ranks take long without a fault.
+        """
+        is_late = self.now - began_at >= self.limits.startup_after_s
+        return Severity.ALERT if is_late else Severity.WARNING
 
     def is_in_phase(self, process: Process) -> bool:
         """Whether a rank is in a phase that it declared, within the phase's time limit."""

@@ -34,6 +34,7 @@ from .rules.mismatch import (
 )
 from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
+from .rules.start import diagnose_world_sizes
 from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
 from .rules.values import diagnose_nonfinite, diagnose_replica_divergence
 from .unexplained import add_loss_notes, find_unexplained_wait, request_uncounted_stacks
@@ -46,6 +47,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_pair_mismatches,
     diagnose_invalid_peers,
     diagnose_exits,
+    diagnose_world_sizes,
     diagnose_deadlocks,
     diagnose_device_cycle,
     diagnose_stuck_devices,

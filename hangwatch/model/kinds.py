@@ -22,6 +22,10 @@ class Timing(str, enum.Enum):
 
     IMMEDIATE = "immediately"
     AFTER_STALL = "after `--stall-after`"
+    AFTER_STALL_OR_START = (
+        "after `--stall-after`; during set-up and in a group's first call as a warning, after"
+        " `--startup-after` as an alert"
+    )
     AFTER_STALL_THEN_ALERT = (
         "after `--stall-after` as a warning, after `--startup-after` as an alert"
     )
@@ -217,7 +221,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "every member entered the call, none completes it, no difference between their calls is known,"
             " and no device is known to lag: network, device or driver"
         ),
-        timing=Timing.AFTER_STALL,
+        timing=Timing.AFTER_STALL_OR_START,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
         hardware=HardwareScope.ALL,

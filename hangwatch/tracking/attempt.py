@@ -137,6 +137,8 @@ class Attempt:
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     # Groups that are gone on all ranks that reported them, but that not all members reported.
     _closed_groups: dict[GroupKey, GroupState] = field(default_factory=dict)
+    # Live processes, here or in another attempt, that reported the rank of another live one, by rank.
+    twins: dict[int, Process] = field(default_factory=dict)
     # The owners of the node agents that reported its processes.
     owners: set[str] = field(default_factory=set)
     _groups_by_identity: dict[tuple[str | int, ...], Group] = field(default_factory=dict)
@@ -151,6 +153,11 @@ class Attempt:
     def rank_count(self) -> int:
         """The number of ranks, reporting or not."""
         return max(self.world_size, len(self.processes))
+
+    @property
+    def has_different_sizes(self) -> bool:
+        """Whether its processes report different sizes of their world."""
+        return len(self._sizes) > 1
 
     @property
     def is_finished(self) -> bool:
@@ -341,6 +348,8 @@ class Attempt:
         self.lossy_ranks.discard(rank)
         former = self.processes.pop(rank, None)
         if former is not None:
+            if process is not None and former.is_alive:
+                self.twins[rank] = former
             self._count_identity(former.identity, -1)
             # The former process's results must not be compared with the calls of its successor.
             self.checks = CheckResults()

@@ -256,6 +256,7 @@ class Fleet:
             return True
         for former in [p for p in self.processes.values() if p.attempt is attempt]:
             self._drop_process(former)
+        attempt.twins.clear()
         while len(self._forgotten_processes) > FORGOTTEN_PROCESSES_KEPT:
             del self._forgotten_processes[next(iter(self._forgotten_processes))]
         return False
@@ -331,7 +332,7 @@ class Fleet:
             or (holder is not None and is_owned_by_other(holder, beat, now))
             or not accepts_process(attempt, host, identity, started_at)
         ):
-            last = attempt or self.former_attempts.pop(job, None)
+            last, former = attempt or self.former_attempts.pop(job, None), attempt
             attempt = Attempt(
                 job=job,
                 reported_job=identity.job,
@@ -341,6 +342,8 @@ class Fleet:
                 foreign_groups=self.foreign_groups,
             )
             self.attempts[attempt.key] = attempt
+        else:
+            former = None
         process = Process(
             attempt=attempt,
             key=key,
@@ -350,6 +353,8 @@ class Fleet:
             reports=ReportTimes(last_seen_at=now),
         )
         attempt.assign_rank(process, identity.rank)
+        if former is not None and holder is not None and holder.is_alive:
+            former.twins[identity.rank], attempt.twins[identity.rank] = process, holder
         self.processes[host, key] = process
         return process
 

@@ -124,6 +124,9 @@ class ScriptedRank:
     number: int
     host: str = "node0"
     agent: str = ""  # empty: that of its host
+    master: str = ""  # its MASTER_ADDR:MASTER_PORT, if it has not that of the job
+    world_size: int = 0  # likewise
+    pid: int = 0  # 0: one more than its number
     alive: bool = True
     lifecycle: Lifecycle = Lifecycle.INITIALISED
     state: str = "S"
@@ -346,15 +349,15 @@ class ScriptedJob:
         if rank.exception is not None:
             exception = encode_exception(rank.exception, rank.exception_at)
         view = ProcessView(
-            key=f"{rank.number}-1",
+            key=f"{rank.pid or rank.number}-1",
             identity=wire.ProcessIdentity(
                 job=self.name,
                 rank=rank.number,
-                world_size=self.world_size,
-                pid=rank.number + 1,
+                world_size=rank.world_size or self.world_size,
+                pid=rank.pid or rank.number + 1,
                 start_ticks=1,
                 started_s=self.now - 99.0,
-                master=self.master,
+                master=rank.master or self.master,
             ),
             snapshot=make_snapshot(
                 *(

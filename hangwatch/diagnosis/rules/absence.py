@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
@@ -33,6 +33,7 @@ from ..messages import (
     describe_ranks,
     format_waiter_count,
 )
+from .start import add_twin_advice
 
 
 def make_absence_verdict(
@@ -48,13 +49,10 @@ def make_absence_verdict(
 ) -> Verdict:
     """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits. ``messages`` are
     the summary and the advice, if those of the kind do not fit.
-
-    A late start is a warning at first: slow imports, image pulls and launchers delay it without a fault.
     """
     severity = KINDS[kind].severity
-    is_late = context.now - began_at >= context.limits.startup_after_s
-    if KINDS[kind].timing is Timing.AFTER_STALL_THEN_ALERT and not is_late:
-        severity = Severity.WARNING
+    if kind is VerdictKind.STARTUP_STALL:
+        severity = context.get_start_severity(began_at)
     site, where = None, ""
     for rank in culprits:  # the first one that a stack shows on a line of the user's code
         process = context.processes.get(rank)
@@ -97,7 +95,8 @@ def _describe_startup(context: DiagnosisContext, verdict: Verdict, edge: WaitEdg
     summary = f"{ranks} never reached init_process_group{again}, in which {waiters}"
     if edge.group.is_declared:
         summary = f"{ranks} never started, for which {waiters} in {edge.op}"
-    return summary, _format_startup_advice(processes)
+    advice = _format_startup_advice(processes)
+    return summary, add_twin_advice(context, advice)
 
 
 def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S, MIN_WAIT_S, READING_DELAY_S, UNTIMED_GRACE_S
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import waits_for_work
@@ -315,8 +315,8 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         advice=_COMMUNICATOR_ADVICE if is_connecting else _STILL_DEVICES_ADVICE,
     )
     # Connecting thousands of ranks, or many on a busy machine, may take long without a fault.
-    if is_connecting and context.now - began_at < context.limits.startup_after_s:
-        verdict = replace(verdict, severity=Severity.WARNING)
+    if is_connecting:
+        verdict = replace(verdict, severity=context.get_start_severity(began_at))
     context.accuse(verdict)
 
 

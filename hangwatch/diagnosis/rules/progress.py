@@ -33,8 +33,8 @@ from ..messages import (
     format_lower_layers_advice,
     format_more_calls,
 )
+from .start import explain_stuck_setup
 
-DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
 _MAX_REQUESTED_RANKS = 8  # later hashes show to which side the other ranks belong
 
 
@@ -105,7 +105,7 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     """One verdict for all stuck calls, since they share the network.
 
     Ranks that cannot find each other in init_process_group are the exception: each of these calls
-    has a verdict of its own.
+    has a verdict of its own. A backend may also connect the members of a group in its first call.
     """
     setup: list[Verdict] = []
     communication: list[Verdict] = []
@@ -130,12 +130,18 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
             summary=stuck.summary,
             advice=format_lower_layers_advice(are_equal=stuck.are_equal),
         )
-        verdicts = setup if stream.kind is StreamKind.SETUP else communication
+        is_setup = stream.kind is StreamKind.SETUP
+        if is_setup or (stream.peer is None and stream.entered == 1):
+            severity = context.get_start_severity(stuck.began_at)
+            verdict = replace(verdict, severity=severity)
+        verdicts = setup if is_setup else communication
         verdicts.append(verdict)
     for verdict in setup:
-        context.accuse(_compare_master_addresses(context, verdict))
+        context.accuse(explain_stuck_setup(context, verdict))
     if communication:
-        communication.sort(key=lambda verdict: (-len(verdict.waiting), verdict.waiting))
+        communication.sort(
+            key=lambda verdict: (not verdict.is_alert, -len(verdict.waiting), verdict.waiting)
+        )
         first = communication[0]
         all_waiting = {rank for verdict in communication for rank in verdict.waiting}
         merged = replace(
@@ -221,33 +227,6 @@ def make_no_progress_verdict(
         is_confirmed=due,
         summary=summary,
         advice=advice,
-    )
-
-
-def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """Ranks that all wait for each other in init_process_group may have been given different master
-    addresses: then the ranks with another address than the majority are the culprits.
-    """
-    ranks_by_address: dict[str, list[int]] = {}
-    for rank in verdict.waiting:
-        address = context.processes[rank].identity.master
-        ranks_by_address.setdefault(address, []).append(rank)
-    majority, *minorities = sorted(ranks_by_address.items(), key=lambda item: -len(item[1]))
-    if not minorities:
-        return verdict
-    culprits = verdict.waiting
-    if len(majority[1]) > len(minorities[0][1]):
-        culprits = tuple(rank for rank in verdict.waiting if rank not in majority[1])
-    return replace(
-        verdict,
-        kind=VerdictKind.STARTUP_STALL,
-        culprits=culprits,
-        waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
-        summary="; ".join(
-            f"{describe_ranks(tuple(ranks))} expect the master at {address}"
-            for address, ranks in [*minorities, majority]
-        ),
-        advice=DIFFERENT_MASTERS_ADVICE,
     )
 
 
