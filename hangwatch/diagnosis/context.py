@@ -31,6 +31,7 @@ from .graph.progress import (
     has_stack_changed,
     has_two_samples,
     is_busy,
+    is_transferring,
     list_samples_since,
 )
 
@@ -262,6 +263,7 @@ class DiagnosisContext:
             or unchanged_s < self.limits.stall_after_s
             or is_busy(process)
             or has_stack_changed(process, since)
+            or is_transferring(process, since)
             or bool(find_working_threads(process, since))
             or self.is_in_phase(process)
         )

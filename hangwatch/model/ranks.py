@@ -133,6 +133,12 @@ class ThreadStack:
     cpu_s: float | None = None
     # Time ready to run but without a CPU, counted like `cpu_s`.
     ready_s: float | None = None
+    # Bytes read, written, sent and received since some moment, counted like `cpu_s`; of the connections
+    # of a rank, a thread has those that it waits for.
+    moved_bytes: int | None = None
+    # For a child: the ids of the rank's threads that wait for its end, or for what it has to write, read
+    # or release.
+    awaited_by: tuple[int, ...] = ()
     # 0 for the thread that made the process's newest call, 1 for the thread whose newest call was
     # the last one before that, and so on; None: no call by it is known.
     call_recency: int | None = None

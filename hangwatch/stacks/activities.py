@@ -42,6 +42,7 @@ class ActivityKind:
     # The threads and processes that may end the wait have a frame in a file that matches this.
     file_pattern: str = ""
     required_progress: RequiredProgress = RequiredProgress.NONE
+    may_transfer: bool = False  # it may be for data of a connection
 
     def __bool__(self) -> bool:
         return bool(self.phrase)
@@ -166,6 +167,7 @@ _NETWORK = ActivityKind(
     advice="Look at the other end, and give the connection a timeout.",
     is_external=True,
     waits_for_rank=True,
+    may_transfer=True,
 )
 _USER_INPUT = ActivityKind(
     phrase="waits for user input",
@@ -179,6 +181,7 @@ _FILE = ActivityKind(
         " FIFO."
     ),
     is_external=True,
+    may_transfer=True,
 )
 _PRINTING = ActivityKind(
     phrase="waits to print",
@@ -216,6 +219,10 @@ _EVENT_LOOP = ActivityKind(
     phrase="waits in its event loop",
     advice="Look for the task that does not finish.",
     waits_for_rank=True,
+    may_transfer=True,
+)
+_INPUT_OUTPUT = ActivityKind(
+    phrase="waits for input or output", waits_for_rank=True, may_transfer=True
 )
 _DATALOADER_BATCH = ActivityKind(
     phrase="waits for a batch of its DataLoader",
@@ -248,7 +255,7 @@ _WAIT_TABLE = _compile_rows(
     (STDLIB + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _USER_INPUT),
     (STDLIB + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
     (STDLIB + r"asyncio/.*\.py$", r".*", _EVENT_LOOP),
-    (STDLIB + r"selectors\.py$", r"select", ActivityKind(phrase="waits for input or output", waits_for_rank=True)),
+    (STDLIB + r"selectors\.py$", r"select", _INPUT_OUTPUT),
 )  # fmt: skip
 
 # Patterns of source lines, for a thread that waits in C code of the interpreter or of a library.

@@ -80,10 +80,10 @@ def find_user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
     """The user's innermost frame, else that of a library other than Python and torch."""
-    return find_user_frame(frames) or next(filter(_is_installed_frame, frames), None)
+    return find_user_frame(frames) or next(filter(is_installed_frame, frames), None)
 
 
-def _is_installed_frame(frame: Frame) -> bool:
+def is_installed_frame(frame: Frame) -> bool:
     """Whether it is in an installed library other than torch."""
     return "-packages/" in frame.file and not is_torch_frame(frame)
 
@@ -115,7 +115,7 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
         return None
     if is_torch_frame(frame):
         return not _TORCH_OTHER_WAIT_PATH.search(frame.file)
-    if not is_user_frame(frame) and not _is_installed_frame(frame):
+    if not is_user_frame(frame) and not is_installed_frame(frame):
         return False
     if frame.polls is not None:
         return True

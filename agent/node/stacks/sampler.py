@@ -14,18 +14,20 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.heartbeat import StackReply
 from hangwatch.ring.reader import Caller
-from hangwatch.stacks.activities import classify_activity, find_calling_thread
+from hangwatch.stacks.activities import LOCK, classify_activity, find_calling_thread
 from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, runs_user_code
 
 from ..system import permission, processes
+from ..system.awaited import Awaited, find_holders, read_awaited
 from ..system.runtime import OrderWorker
+from ..system.transfers import TransferMeter
 from . import faulthandler_dumps
 from .pyspy import PySpy, PySpyError
 
@@ -90,6 +92,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         )
         self._pyspy = pyspy
         self._preempt_recording = preempt_recording
+        self._meter = TransferMeter(pyspy.proc)
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
     def execute_order(self, order: SampleOrder) -> SampleResult:
@@ -127,7 +130,11 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         try:
             threads = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
             threads = self._annotate_threads(threads, order)
-            threads += collect_child_stacks(threads, order.pid, self._pyspy)
+            awaited = self._read_awaited(threads, order.pid)
+            threads = self._meter.measure_threads(threads, order.pid, awaited)
+            threads += collect_child_stacks(
+                threads, order.pid, self._pyspy, self._meter, awaited_by_tid=awaited
+            )
             sample = replace(reply, threads=threads)
             return SampleResult(key=order.key, sample=sample, taken_ns=taken_ns)
         except PySpyError as error:
@@ -145,6 +152,8 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
                         proc=self._pyspy.proc,
                     )
                 threads = self._annotate_threads(dump.threads, order)
+                awaited = self._read_awaited(threads, order.pid)
+                threads = self._meter.measure_threads(threads, order.pid, awaited)
                 reply = replace(reply, source="faulthandler", threads=threads)
                 if dump.note:
                     problem += f"; {dump.note}"
@@ -154,6 +163,10 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
                     problem += f"; the newest recorded call is {order.newest_call}"
         reply = replace(reply, error=problem)
         return SampleResult(key=order.key, sample=reply, taken_ns=taken_ns, refusal=refusal)
+
+    def _read_awaited(self, threads: Iterable[ThreadStack], pid: int) -> dict[int, Awaited]:
+        tids = {pid if thread.main else thread.tid for thread in threads}
+        return {tid: read_awaited(pid, tid, self._pyspy.proc) for tid in tids if tid}
 
     def _annotate_threads(
         self, threads: tuple[ThreadStack, ...], order: SampleOrder
@@ -173,27 +186,54 @@ def _make_reply(order: SampleOrder) -> StackReply:
 
 
 def collect_child_stacks(
-    threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
+    threads: Sequence[ThreadStack],
+    pid: int,
+    pyspy: PySpy,
+    meter: TransferMeter | None = None,
+    *,
+    awaited_by_tid: Mapping[int, Awaited] | None = None,
 ) -> tuple[ThreadStack, ...]:
-    """The main threads of the children that a rank with these stacks waits for; empty if it waits
-    for something else.
+    """The main threads of the children that a rank with these stacks waits for, by what its stack or the
+    system calls of its threads show; empty if it waits for something else.
 
-    The rank's own children come first, and the newest of them at the front: most likely the rank waits
-    for that one. If there are many, running ones are preferred.
+    Those that a thread waits for come first, then the rank's own children, with the newest of them at the
+    front: most likely the rank waits for that one. If there are many, running ones are preferred.
     """
-    if not classify_activity(find_calling_thread(threads)).waits.waits_for_child:
+    meter = meter or TransferMeter(pyspy.proc)
+    caller = find_calling_thread(threads)
+    waits = classify_activity(caller).waits
+    caller_tid = caller and (pid if caller.main else caller.tid)
+    # Another thread may wait for a child, and the calling thread for that one.
+    relevant = {
+        tid: awaited
+        for tid, awaited in (awaited_by_tid or {}).items()
+        if (awaited.descriptors or awaited.child or awaited.address)
+        and (tid == caller_tid or (waits.waits_for_thread and waits is not LOCK))
+    }
+    if not (waits.waits_for_child or relevant):
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
+    pids = {child.pid for child in children}
+    holders = find_holders(relevant, pid, pids, pyspy.proc) if relevant and children else {}
+    if not waits.waits_for_child:
+        children = [child for child in children if child.pid in holders]
     children.reverse()  # the kernel lists the oldest first; start ticks may be equal
     is_selection = len(children) > MAX_CHILDREN
     children.sort(
         key=lambda child: (
+            child.pid not in holders,
             not child.is_own,
             is_selection and child.stat.state != "R",
             -child.stat.start_ticks,
         )
     )
-    return tuple(_read_stack(child, pyspy) for child in children[:MAX_CHILDREN])
+    stacks: list[ThreadStack] = []
+    for child in children[:MAX_CHILDREN]:
+        stack = _read_stack(child, pyspy)
+        if child.is_own:
+            stack = replace(stack, moved_bytes=meter.measure_tree(child.pid, pid))
+        stacks.append(replace(stack, awaited_by=holders.get(child.pid, ())))
+    return tuple(stacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Whether a rank makes progress or waits: by samples of its stacks, by its use of the CPU, and by
-that of the threads and child processes that it waits for itself.
+"""Whether a rank makes progress or waits: by samples of its stacks, by its use of the CPU and the data
+that it moves, and by those of the threads and child processes that it waits for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from hangwatch.stacks.activities import (
     classify_activity,
     waits_for_external,
 )
-from hangwatch.stacks.frames import runs_user_code, waits_for_communication
+from hangwatch.stacks.frames import (
+    is_installed_frame,
+    is_user_frame,
+    runs_user_code,
+    waits_for_communication,
+)
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
@@ -24,6 +29,10 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 # without getting one (see the node agent's `Activity`). A thread that only polls uses less.
 MIN_CPU_SHARE = 0.05
 MIN_READY_SHARE = 1 / 3
+# The least data that a working thread or process reads, writes, sends or receives. What goes on beside a
+# hang stays below it: keep-alive messages, metrics and logs, and a loop that asks a server or reads a
+# small file several times a second. At this rate a gigabyte would take more than four hours.
+MIN_TRANSFER_BYTES_PER_S = 1 << 16
 
 _Functions = tuple[tuple[str, str], ...]  # the file and the name of each, the outermost first
 
@@ -96,7 +105,7 @@ def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
         return []
     newest = samples[-1]
     required, awaited = _find_awaited_threads(newest)
-    working = [thread for thread in awaited if _has_used_cpu(thread, before, newest)]
+    working = [thread for thread in awaited if _is_working(thread, before, newest)]
     pids_before = {thread.pid for thread in before.threads}
     if not working and any(pids_before):
         # A rank that runs many short programs, each a different child than before, makes progress.
@@ -112,6 +121,50 @@ def _find_comparable_sample(samples: list[StackSample]) -> StackSample | None:
         if samples[-1].taken_at - sample.taken_at >= MIN_SAMPLE_GAP_S:
             return sample
     return None
+
+
+def get_transfer_rate(process: Process, since: float) -> float:
+    """The bytes per second that a rank's calling thread moved between two samples since then; 0.0 if that
+    is not known.
+    """
+    samples = list_samples_since(process, since)
+    before = _find_comparable_sample(samples)
+    caller = samples[-1].calling_thread if samples else None
+    if before is None or caller is None:
+        return 0.0
+    return _measure_transfer(caller, before, samples[-1])
+
+
+def is_transferring(process: Process, since: float) -> bool:
+    """Whether a rank's calling thread moves data, as in a download."""
+    return get_transfer_rate(process, since) >= MIN_TRANSFER_BYTES_PER_S
+
+
+def _is_working(thread: ThreadStack, before: StackSample, newest: StackSample) -> bool:
+    """Whether a thread or a child made progress between two samples, or a child did that it waits for."""
+    if _has_used_cpu(thread, before, newest):
+        return True
+    if _measure_transfer(thread, before, newest) >= MIN_TRANSFER_BYTES_PER_S:
+        return True
+    children = _list_awaited_children(thread, newest)
+    return any(_is_working(child, before, newest) for child in children)
+
+
+def _list_awaited_children(thread: ThreadStack, sample: StackSample) -> list[ThreadStack]:
+    """The child processes for which a thread of the rank waits in a system call."""
+    if thread.pid is not None or thread.tid is None:
+        return []
+    return [child for child in sample.threads if thread.tid in child.awaited_by]
+
+
+def _measure_transfer(thread: ThreadStack, before: StackSample, newest: StackSample) -> float:
+    """The bytes per second that a thread or a child moved between two samples; 0.0 if that is unknown."""
+    for former in before.threads:
+        is_same = (former.pid, former.tid) == (thread.pid, thread.tid)
+        if is_same and former.moved_bytes is not None and thread.moved_bytes is not None:
+            moved = max(0, thread.moved_bytes - former.moved_bytes)
+            return moved / (newest.taken_at - before.taken_at)
+    return 0.0
 
 
 def _has_used_cpu(thread: ThreadStack, before: StackSample, newest: StackSample) -> bool:
@@ -134,6 +187,8 @@ def is_waiting_for_rank(process: Process, since: float) -> bool | None:
     if not samples:
         return None
     newest = samples[-1]
+    if is_transferring(process, since):
+        return False
     if is_busy(process) and process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S:
         return False  # the rank has continued since
     waits = classify_activity(newest.calling_thread).waits
@@ -150,14 +205,23 @@ def needs_another_sample(process: Process, since: float, beside_slow: bool) -> b
     if not samples:
         return beside_slow
     caller = samples[-1].calling_thread
+    may_move = caller is not None and caller.moved_bytes is not None
     is_other_thread = caller is not None and not caller.main and is_busy(process)
     _, awaited = _find_awaited_threads(samples[-1])
-    return (bool(awaited) or is_other_thread) and not has_two_samples(process, since)
+    if not (awaited or is_other_thread or may_move):
+        return False
+    return not has_two_samples(process, since)
 
 
 def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[ThreadStack]]:
-    """The threads whose use of the CPU can show that the calling thread's wait is not a hang."""
-    waits = classify_activity(sample.calling_thread).waits
+    """The threads and children whose progress can show that the calling thread's wait is not a hang: by
+    its system call or, where that does not show it, by its stack.
+    """
+    caller = sample.calling_thread
+    children = [] if caller is None else _list_awaited_children(caller, sample)
+    if children:
+        return RequiredProgress.ANY, children
+    waits = classify_activity(caller).waits
     required = waits.required_progress
     if required is RequiredProgress.NONE:
         return required, []
@@ -168,9 +232,22 @@ def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[T
     ]
     if required is RequiredProgress.ALL:
         candidates = [thread for thread in candidates if runs_user_code(thread)]
+        if not candidates and waits is not LOCK and _waits_in_library(caller):
+            # As in a pool of processes: a thread of the library waits for them.
+            return RequiredProgress.ANY, [t for t in sample.threads if t.awaited_by]
     elif required is RequiredProgress.NEWEST:
         candidates = candidates[:1]
     return required, candidates
+
+
+def _waits_in_library(stack: ThreadStack | None) -> bool:
+    """Whether the user's code called an installed library, which waits for a thread of its own."""
+    for frame in stack.frames if stack is not None else ():
+        if is_user_frame(frame):
+            return False
+        if is_installed_frame(frame):
+            return True
+    return False
 
 
 def get_calling_thread_since(process: Process, since: float) -> ThreadStack | None:

@@ -20,9 +20,12 @@ from ..context import (
 )
 from ..graph.edges import WaitEdge
 from ..graph.progress import (
+    find_working_threads,
+    get_transfer_rate,
     has_stack_changed,
     has_two_samples,
     is_busy,
+    is_transferring,
 )
 from ..messages import (
     PHASE_HINT,
@@ -206,12 +209,17 @@ def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
     if context.is_in_phase(process):
         advice = "Its script declared this phase: it may take until the limit of the phase."
         return summary, advice
-    if has_stack_changed(process, verdict.began_at):
+    if is_transferring(process, verdict.began_at):
+        rate = get_transfer_rate(process, verdict.began_at) / 1e6
+        reason = f"It moves data, {rate:.1f} MB/s: it reads, writes, sends or receives."
+    elif has_stack_changed(process, verdict.began_at):
         reason = "Its stack changes: slow rather than stuck."
     elif is_busy(process):
         is_sampled_twice = has_two_samples(process, verdict.began_at)
         where = " in the same function in every sample" if is_sampled_twice else ""
         reason = f"It uses the CPU{where}: a long computation, or a loop that waits."
+    elif find_working_threads(process, verdict.began_at):
+        reason = "What it waits for, a thread or a child process of its own, is at work."
     else:
         reason = "It made progress elsewhere in the meantime: slow rather than stuck."
     return summary, f"{reason} {PHASE_HINT}"

@@ -22,7 +22,12 @@ from ..context import (
     DiagnosisContext,
 )
 from ..graph.edges import BlockedCall, WaitEdge, is_not_initialized, shows_all_members
-from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
+from ..graph.progress import (
+    find_working_threads,
+    is_transferring,
+    is_waiting_for_rank,
+    needs_another_sample,
+)
 from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
 from .absence import (
     KIND_PRECEDENCE,
@@ -386,7 +391,11 @@ class _ChainEnds:
             context.request_stacks(alive_ranks, waiting, began_at, are_moving=are_moving)
         if kind is VerdictKind.SLOW_RANK:
             self._request_new_samples(
-                [process.rank for process in alive if find_working_threads(process, began_at)]
+                [
+                    process.rank
+                    for process in alive
+                    if is_transferring(process, began_at) or find_working_threads(process, began_at)
+                ]
             )
 
     def _request_new_samples(self, ranks: list[int]) -> None:
