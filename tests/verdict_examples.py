@@ -43,6 +43,7 @@ PROGRAMS = {
     "startup_stall": "never_initialises",
     "missing_rank": "dataloader_stuck",
     "slow_rank": "slow_tokenizer",
+    "quiet_job": "polls_for_file_of_stuck_rank",
     "concurrent_use": "two_threads_one_group",
     "replica_divergence": "flipped_bit",
     "nonfinite": "nan_in_a_batch",

@@ -23,6 +23,8 @@ from .group_origins import GroupOrigin, origin_tracker
 from .recorder import Recorder
 from .streams import EnteredCall, StreamRecorder
 
+_MAX_COUNTED = 1 << 12  # names of groups that their members alone create
+
 
 def wrap_function(
     name: str,
@@ -81,6 +83,7 @@ class SetupRecorder:
         self._recorder = recorder
         self._stream: StreamRecorder | None = None
         self._completed_worlds: Counter[int] = Counter()  # worlds by their size
+        self._local_creations: Counter[str] = Counter()  # by the name of the group
 
     def begin_world(self, world_size: int) -> None:
         """Opens the stream of a new world's set-up calls."""
@@ -113,6 +116,31 @@ class SetupRecorder:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
         return self._recorder.enter_declared_call(self._stream, op, members)
+
+    def enter_local_call(self, op: str, ranks: tuple[int, ...], name: str) -> EnteredCall | None:
+        """Records the creation of a group by its members alone (use_local_synchronization). The order of
+        such calls proves nothing about other ranks, so each has a stream of its own. ``name`` is
+        torch's for the group: members that give it different ones do not find each other.
+        """
+        groups, counts = self._recorder.groups, self._local_creations
+        if len(counts) >= _MAX_COUNTED:
+            counts.clear()
+        counts[name] += 1  # torch may use a name again after the group was destroyed
+        members = Group(
+            name=f"set-up {name[:12]} {counts[name]}",
+            desc=f"set-up of ranks {pack_ranks(ranks)}",
+            ranks=RankTuple(ranks),
+            generation=groups.generation,
+            world_size=groups.world_size,
+        )
+        stream = groups.open_stream(StreamKind.SETUP, members)
+        return None if stream is None else self._recorder.enter_declared_call(stream, op)
+
+    def leave_local_call(self, call: EnteredCall | None, returned: bool) -> None:
+        """Records that the group was created or given up; its stream may then make room."""
+        if call is not None:
+            self.leave_call(call, returned)
+            self._recorder.groups.retire_stream(call[0])
 
     def announce_foreign_group(self, origin: GroupOrigin) -> None:
         """Records that this process begins to create a foreign group: others may wait for it."""

@@ -254,18 +254,24 @@ def _leave_init(token: Any, returned: bool) -> None:
 
 
 def _enter_new_group(args: Arguments, kwargs: KeywordArguments) -> Any:
-    """Records the call, unless only members make it (use_local_synchronization): the order of their
-    calls proves nothing about other ranks.
+    """Records the call. With use_local_synchronization only the new group's members make it: other ranks
+    return immediately, and need not call it.
     """
     parameters = inspect.signature(c10d._new_group_with_tag).parameters
     arguments = dict(zip(parameters, args, strict=False)) | kwargs
     current = current_rank
-    if current is None or arguments.get("use_local_synchronization"):
+    if current is None:
         return None
     ranks = arguments.get("ranks")
-    members = range(current.world_size) if ranks is None else sorted(ranks)
-    call = current.setup_recorder.enter_call("new_group", ranks=tuple(members))
-    return call, _count_named_groups()
+    members = list(range(current.world_size)) if ranks is None else sorted(ranks)
+    setup = current.setup_recorder
+    if not arguments.get("use_local_synchronization"):
+        return setup.enter_call("new_group", ranks=tuple(members)), _count_named_groups()
+    if current.rank not in members:
+        return None
+    ordered = members if arguments.get("sort_ranks", True) else list(ranks or members)
+    name = c10d._process_group_name(ordered, use_hashed_name=True)
+    return setup.enter_local_call("new_group", tuple(members), name), None
 
 
 def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
@@ -283,7 +289,9 @@ def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
 
 def _leave_new_group(token: Any, returned: bool) -> None:
     call, named_before = token or (None, 0)
-    if call is not None and not returned and _count_named_groups() == named_before:
+    if named_before is None and current_rank is not None:
+        current_rank.setup_recorder.leave_local_call(call, returned)
+    elif call is not None and not returned and _count_named_groups() == named_before:
         # An argument was wrong: the next group gets the name that this one would have had.
         call[0].retract_call(call)
     else:

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.model.limits import MIN_REFRESH_S, Limits
+from hangwatch.model.limits import MIN_REFRESH_S, PAUSE_FACTOR, Limits
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.tracking.attempt import Attempt
@@ -106,6 +106,7 @@ class DiagnosisContext:
     deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
+    pause_note: str = ""  # why a job in which no rank makes calls is not suspected
 
     @property
     def processes(self) -> dict[int, Process]:
@@ -269,14 +270,27 @@ class DiagnosisContext:
         )
 
 
-def is_quiet(attempt: Attempt) -> bool:
+def is_quiet(attempt: Attempt, now: float, limits: Limits) -> bool:
     """Whether a full diagnosis would find nothing due and request no evidence."""
     return (
         not attempt.suspects
         and not attempt.diverged_groups
         and attempt.checks.is_quiet
+        and not has_paused(attempt, now, limits)
         and not attempt.list_outside_waits()
     )
+
+
+def get_pause_limit_s(attempt: Attempt, limits: Limits) -> float:
+    """The time without calls that is longer than what is usual for this job."""
+    return max(limits.stall_after_s, PAUSE_FACTOR * attempt.longest_pause_s)
+
+
+def has_paused(attempt: Attempt, now: float, limits: Limits) -> bool:
+    """Whether no rank has made a call for so long that the stacks of all ranks should be known."""
+    sampling_s = limits.stall_after_s - limits.suspicion_delay_s
+    paused_s = now - max(attempt.newest_call_at, attempt.opened_at)
+    return paused_s >= get_pause_limit_s(attempt, limits) - sampling_s
 
 
 def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ...]:

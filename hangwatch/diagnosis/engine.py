@@ -34,6 +34,7 @@ from .rules.mismatch import (
 )
 from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
+from .rules.quiet import diagnose_quiet_job
 from .rules.start import diagnose_world_sizes
 from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
 from .rules.values import diagnose_nonfinite, diagnose_replica_divergence
@@ -62,6 +63,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_nonfinite,
     sample_busy_ranks,
     request_uncounted_stacks,
+    diagnose_quiet_job,
     request_hardware,
 )
 
@@ -76,6 +78,7 @@ class Diagnosis:
     verdicts: tuple[Verdict, ...] = ()
     requests: tuple[EvidenceRequest, ...] = ()
     unexplained_wait: UnexplainedWait | None = None
+    pause_note: str = ""  # why a job in which no rank makes calls is not suspected
 
 
 def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
@@ -101,6 +104,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         verdicts=tuple(verdicts),
         requests=tuple(dict.fromkeys(context.requests)),
         unexplained_wait=find_unexplained_wait(context),
+        pause_note=context.pause_note,
     )
     context.graph.free_waits()
     return diagnosis

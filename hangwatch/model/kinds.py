@@ -26,6 +26,10 @@ class Timing(str, enum.Enum):
         "after `--stall-after`; during set-up and in a group's first call as a warning, after"
         " `--startup-after` as an alert"
     )
+    AFTER_PAUSE_THEN_ALERT = (
+        "after `--stall-after`, and 5 times the longest earlier pause, as a warning; with culprits, after"
+        " `--slow-limit` as an alert"
+    )
     AFTER_STALL_THEN_ALERT = (
         "after `--stall-after` as a warning, after `--startup-after` as an alert"
     )
@@ -80,6 +84,7 @@ class KindSpec:
     # The culprits themselves are blocked, even if no other rank waits for them. No rank is a
     # culprit of two verdicts of the kind.
     blocks_culprits: bool = False
+    is_of_whole_job: bool = False  # there is at most one verdict of the kind at a time
     # The verdict is about calls that were made, whether or not they delay any rank. Later
     # differences between the same ranks' calls are consequences.
     is_call_error: bool = False
@@ -112,6 +117,7 @@ class VerdictKind(str, enum.Enum):
     DEVICE_STUCK = "device_stuck"
     NO_PROGRESS = "no_progress"
     SLOW_RANK = "slow_rank"
+    QUIET_JOB = "quiet_job"
     CONCURRENT_USE = "concurrent_use"
     REPLICA_DIVERGENCE = "replica_divergence"
     NONFINITE = "nonfinite"
@@ -238,6 +244,19 @@ KINDS: dict[VerdictKind, KindSpec] = {
         compares_calls=True,
         culprit_state=RankState.SLOW,
         stack_advice=StackAdvice.BEFORE,
+    ),
+    VerdictKind.QUIET_JOB: KindSpec(
+        meaning=(
+            "no rank makes calls any more, none works, and none is known to wait in a call; the culprits"
+            " are blocked where the other ranks are not"
+        ),
+        severity=Severity.WARNING,
+        timing=Timing.AFTER_PAUSE_THEN_ALERT,
+        role=Role.HANG,
+        abort=Abort.ON_REQUEST,
+        is_of_whole_job=True,
+        stack_advice=StackAdvice.BEFORE,
+        hardware=HardwareScope.CULPRITS,
     ),
     VerdictKind.CONCURRENT_USE: KindSpec(
         meaning="two threads of a rank make calls on one group at the same time",

@@ -21,6 +21,8 @@ MIN_SAMPLE_GAP_S = 0.8  # two samples that are closer cannot be compared
 BUSY_WITHIN_S = 2.0
 SECOND_SAMPLE_S = 2.0  # additional time for a second sample, which a busy host may delay
 MIN_REFRESH_S = 5.0  # between two samples of a rank that may be elsewhere by now
+# A job is quiet if it makes no call for this many times its longest earlier pause.
+PAUSE_FACTOR = 5.0
 QUIET_AFTER_S = 2.0  # a rank makes no more calls if it has made none for this long
 
 # Counters of devices that are behind are read and reported at least this often: the recorder reads them

@@ -47,6 +47,7 @@ class JobFacts:
     wait: UnexplainedWait | None = None
     waited_s: float = 0.0  # since that wait began
     silent_s: float | None = None  # the time without calls, if it is longer than a stall
+    pause_note: str = ""  # why the job is not suspected meanwhile
     # The setting with which torch would count how far devices have come; empty if it does.
     device_setting: str = ""
 
@@ -113,9 +114,10 @@ def _format_healthy_status(job: JobFacts) -> tuple[str, str]:
         return f"All is well: {'; '.join(facts)}, and {waits_longer}.", ""
     silence = f"no rank has made a call for {format_age(job.silent_s)}"
     setting = job.device_setting
-    if not setting:
+    if job.pause_note or not setting:
+        note = job.pause_note or "none is known to wait in one"
         return (
-            f"Quiet: {silence}, and none is known to wait; {'; '.join(facts)}.",
+            f"Quiet: {silence}, and {note}; {'; '.join(facts)}.",
             "`hangwatch dump RANKS` shows what they do.",
         )
     return (

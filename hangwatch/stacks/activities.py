@@ -39,6 +39,10 @@ class ActivityKind:
     is_external: bool = False
     may_take_long: bool = False  # a healthy job may take long, too
     waits_for_rank: bool = False  # another rank may end the wait
+    needs_rank: bool = False  # nothing but another rank can end it, unless its timeout does
+    # A healthy job may be in such a wait for any time, if all of its ranks are in the same one.
+    may_be_idle: bool = False
+    awaits_requests: bool = False  # a healthy server may be in such a wait for any time
     # The threads and processes that may end the wait have a frame in a file that matches this.
     file_pattern: str = ""
     required_progress: RequiredProgress = RequiredProgress.NONE
@@ -131,6 +135,7 @@ _QUEUE_ITEM = replace(
     _THREAD,
     phrase="waits for an item of a queue",
     advice="Look for the thread that should fill the queue.",
+    may_be_idle=True,
 )
 _QUEUE_ROOM = replace(
     _THREAD,
@@ -145,6 +150,7 @@ _OTHER_PROCESS = ActivityKind(
     required_progress=RequiredProgress.ANY,
     is_external=True,
     waits_for_rank=True,
+    may_be_idle=True,
 )
 _POOL = ActivityKind(
     phrase="waits for the result of a pool",
@@ -168,6 +174,15 @@ _NETWORK = ActivityKind(
     is_external=True,
     waits_for_rank=True,
     may_transfer=True,
+    may_be_idle=True,
+)
+_CONNECTION = ActivityKind(
+    phrase="waits for a connection",
+    advice="Look at what should connect to it.",
+    is_external=True,
+    waits_for_rank=True,
+    may_be_idle=True,
+    awaits_requests=True,
 )
 _USER_INPUT = ActivityKind(
     phrase="waits for user input",
@@ -198,6 +213,21 @@ STORE_KEY = ActivityKind(
     advice="Look for the rank that should set this key.",
     is_external=True,
     waits_for_rank=True,
+    needs_rank=True,
+)
+_RENDEZVOUS = ActivityKind(
+    phrase="waits for other ranks in a rendezvous",
+    advice="Look for the ranks that have not come to it.",
+    is_external=True,
+    waits_for_rank=True,
+    needs_rank=True,
+)
+_BARRIER = ActivityKind(
+    phrase="waits at a barrier",
+    advice="Look for the ranks that have not come to it.",
+    is_external=True,
+    waits_for_rank=True,
+    needs_rank=True,
 )
 SLEEP = ActivityKind(
     phrase="sleeps",
@@ -209,6 +239,7 @@ _RPC_REPLY = ActivityKind(
     phrase="waits for the reply of another rank",
     advice="Look at what the worker that it calls does, and give the call a timeout.",
     waits_for_rank=True,
+    needs_rank=True,
 )
 _FUTURE = ActivityKind(
     phrase="waits for a Future or Work object of torch",
@@ -220,9 +251,15 @@ _EVENT_LOOP = ActivityKind(
     advice="Look for the task that does not finish.",
     waits_for_rank=True,
     may_transfer=True,
+    may_be_idle=True,
+    awaits_requests=True,
 )
 _INPUT_OUTPUT = ActivityKind(
-    phrase="waits for input or output", waits_for_rank=True, may_transfer=True
+    phrase="waits for input or output",
+    waits_for_rank=True,
+    may_transfer=True,
+    may_be_idle=True,
+    awaits_requests=True,
 )
 _DATALOADER_BATCH = ActivityKind(
     phrase="waits for a batch of its DataLoader",
@@ -242,6 +279,9 @@ _WAIT_TABLE = _compile_rows(
     (TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
     (TORCH + r"distributed/rpc/(api|functions|rref_proxy)\.py$", r".*", _RPC_REPLY),
     (TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", STORE_KEY),
+    (TORCH + r"distributed/(rpc/(__init__|backend_registry)|distributed_c10d)\.py$",
+     r"init_rpc|_store_based_barrier|_new_process_group_helper", _RENDEZVOUS),
+    (r"-packages/(?!torch/)", r"(\w+_)?barrier|sync_global_devices|wait_for_everyone", _BARRIER),
     (STDLIB + r"subprocess\.py$", r".*", _CHILD_EXIT),
     (STDLIB + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED_CHILD_EXIT),
     (STDLIB + r"multiprocessing/pool\.py$", r".*", _POOL),
@@ -253,9 +293,11 @@ _WAIT_TABLE = _compile_rows(
     (STDLIB + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
     (STDLIB + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
     (STDLIB + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _USER_INPUT),
-    (STDLIB + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
-    (STDLIB + r"asyncio/.*\.py$", r".*", _EVENT_LOOP),
-    (STDLIB + r"selectors\.py$", r"select", _INPUT_OUTPUT),
+    (STDLIB + r"(socketserver|http/server|xmlrpc/server|wsgiref/.*)\.py$|/grpc/_server\.py$", r".*", _CONNECTION),
+    (STDLIB + r"socket\.py$", r"accept", _CONNECTION),
+    (STDLIB + r"(socket|ssl|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
+    (STDLIB + r"asyncio/.*\.py$|/ray/_private/worker\.py$", r".*", _EVENT_LOOP),
+    (STDLIB + r"selectors\.py$|/zmq/sugar/(poll|socket)\.py$", r"select|poll|recv\w*", _INPUT_OUTPUT),
 )  # fmt: skip
 
 # Patterns of source lines, for a thread that waits in C code of the interpreter or of a library.
@@ -263,9 +305,11 @@ _TEXT_TABLE = [
     (r"\b(input|breakpoint)\s*\(|\bstdin\b", _USER_INPUT),
     (r"\bos\.wait\w*\s*\(", _CHILD_EXIT),
     (r"\b(flock|lockf)\s*\(", _FILE_LOCK),
-    (r"\.\s*(recv|recv_into|recvfrom|accept|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
-    # `Work.wait` takes no list.
-    (r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[", STORE_KEY),
+    (r"\.\s*accept\s*\(", _CONNECTION),
+    (r"\.\s*(recv|recv_into|recvfrom|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
+    # `Work.wait` takes no list. A loop may poll a key or a counter of a store.
+    (r"\b\w*store\.(get|wait|multi_get|add|check)\s*\(|\.\s*wait\s*\(\s*\[", STORE_KEY),
+    (r"(?<!dist)(?<!distributed)\.\s*barrier\s*\(", _BARRIER),
     (r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(", _FILE),
     (r"\.\s*(read|readline|readinto|write|flush)\s*\(", _FILE),
     (r"\bprint\s*\(", _PRINTING),
@@ -357,7 +401,11 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
     for frame in stack.frames:
         if is_user_frame(frame):
             break
-        waits = _match_rows(_WAIT_TABLE, frame) or waits
+        outer = _match_rows(_WAIT_TABLE, frame)
+        if outer is _THREAD and waits in (_OTHER_PROCESS, _BARRIER):
+            # The barrier of multiprocessing is that of threading with a condition of its own.
+            outer = _BARRIER
+        waits = outer or waits
     if not waits and not stack.active:
         text = stack.frames[0].text or ""
         matches = (kind for line, kind in _TEXT_TABLE if re.search(line, text, re.IGNORECASE))

@@ -89,6 +89,9 @@ class Attempt:
     _sizes: Counter[int] = field(default_factory=Counter)
     last_seen_at: float = 0.0
     newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
+    longest_pause_s: float = (
+        0.0  # the longest time after which calls resumed, see `record_call_time`
+    )
     # The time at which heartbeats resumed after the whole job was silent: before that, the silence of
     # a host did not mean that this host was lost.
     resumed_at: float = 0.0
@@ -174,6 +177,16 @@ class Attempt:
         if now - self.last_seen_at > ALL_SILENT_AFTER_S:
             self.resumed_at = now
         self.last_seen_at = max(now, self.last_seen_at)
+
+    def record_call_time(self, entered_at: float, reported_before: float) -> None:
+        """Records that a rank entered a call at that time, or has continued by then. Between its last
+        two reports it may have made further calls: the pause lasted at least until the former one.
+        """
+        if entered_at > self.newest_call_at:
+            if self.newest_call_at > 0.0:
+                pause_s = min(entered_at, reported_before) - self.newest_call_at
+                self.longest_pause_s = max(self.longest_pause_s, pause_s)
+            self.newest_call_at = entered_at
 
     def list_unreported(self, before: float) -> list[int]:
         """The ranks whose live processes no node agent has reported since ``before``."""

@@ -176,7 +176,8 @@ class Fleet:
                 attempt, reports = process.attempt, process.reports
                 reports.previously_seen_at = max(reports.last_seen_at, reports.last_progress_at)
                 if beat.brief:
-                    reports.last_progress_at = attempt.newest_call_at = now
+                    reports.last_progress_at = now
+                    attempt.record_call_time(now, reports.previously_seen_at)
                 else:
                     reports.last_seen_at = now
                 if attempt.last_seen_at != now:

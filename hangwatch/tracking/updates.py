@@ -88,8 +88,8 @@ def apply_terse_update(process: Process, update: heartbeat.ProcessUpdate, now: f
 
 def _refresh_streams(process: Process) -> None:
     process.refresh_streams()
-    attempt = process.attempt
-    attempt.newest_call_at = max(attempt.newest_call_at, process.newest_call_at)
+    reported_before = process.reports.previously_seen_at
+    process.attempt.record_call_time(process.newest_call_at, reported_before)
 
 
 def _apply_streams(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:

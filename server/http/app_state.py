@@ -118,7 +118,12 @@ class AppState:
             summary, advice = FAILED_DIAGNOSIS
         else:
             summary, advice = describe_job_status(
-                attempt, paced, self.settings.stall_after, last.unexplained_wait, self.now()
+                attempt,
+                paced,
+                self.settings.stall_after,
+                last.unexplained_wait,
+                self.now(),
+                pause_note=last.pause_note,
             )
         opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))
         if opened and job.state not in ("lost", "failed", "finished"):

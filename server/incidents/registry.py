@@ -442,6 +442,8 @@ def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Re
 
 def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
     spec = KINDS[incident.kind]
+    if spec.is_of_whole_job:
+        return Relation.SAME
     if spec.blocks_culprits:
         # No rank is on two cycles.
         return Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE

@@ -46,6 +46,7 @@ class AttemptRecord:
 
     backoff: DiagnosisBackoff
     unexplained_wait: UnexplainedWait | None = None
+    pause_note: str = ""  # see `Diagnosis`
     has_failed: bool = False  # the last diagnosis raised an exception
     calls_requested_at: float | None = None  # set while the diagnosis waits for these calls
     # What was last published. For a large attempt, pages and the API show it as well.
@@ -119,11 +120,12 @@ class Diagnoser:
             return diagnosis
 
         diagnosis, spent_s = Diagnosis(), 0.0
-        if not is_quiet(attempt) or shared.incidents.list_open(attempt):
+        if not is_quiet(attempt, shared.now(), limits) or shared.incidents.list_open(attempt):
             apply_queued_s = max(MIN_APPLY_QUEUED_S, shared.load.waited_s / 3)
             diagnosis, spent_s = await self.read_attempt(attempt, update_incidents, apply_queued_s)
         shared.counters.diagnosis_s += spent_s
         last.unexplained_wait = diagnosis.unexplained_wait
+        last.pause_note = diagnosis.pause_note
         now = shared.now()
         last.backoff.record_diagnosis(diagnosis, spent_s, shared.load.waited_s, now)
         shared.commands.request_evidence(attempt, diagnosis.requests, now)

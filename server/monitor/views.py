@@ -205,10 +205,17 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
 
 
 def describe_job_status(
-    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
+    attempt: Attempt,
+    job: JobView,
+    stall_after_s: float,
+    wait: UnexplainedWait | None,
+    now: float,
+    *,
+    pause_note: str = "",
 ) -> tuple[str, str]:
     """The status of a job without an open incident and how it is known, and advice; the advice is
-    empty for a healthy job. ``wait`` is one that no verdict explains.
+    empty for a healthy job. ``wait`` is one that no verdict explains, ``pause_note`` why a job in
+    which no rank makes calls is not suspected.
     """
     expected = attempt.rank_count
     reported = len(attempt.processes)
@@ -232,6 +239,7 @@ def describe_job_status(
         wait=wait,
         waited_s=0.0 if wait is None else now - wait.began_at,
         silent_s=silent_s if is_silent else None,
+        pause_note=pause_note,
         device_setting=next((p.device_setting for p in searched if p.device_setting), ""),
     )
     status, advice = format_job_status(facts)

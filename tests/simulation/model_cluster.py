@@ -255,14 +255,14 @@ class ModelCluster:
         if attempt is None:
             return Diagnosis()
         diagnosis = diagnose(attempt, self.now, self.limits)
-        if is_quiet(attempt):
+        if is_quiet(attempt, self.now, self.limits):
             has_verdict = any(verdict.is_confirmed for verdict in diagnosis.verdicts)
             assert not diagnosis.requests and not has_verdict, (
                 "is_quiet missed what the diagnosis finds"
             )
         if self._is_any_known_to_wait(attempt):
             has_verdict = any(verdict.is_confirmed for verdict in diagnosis.verdicts)
-            assert not is_quiet(attempt)
+            assert not is_quiet(attempt, self.now, self.limits)
             assert has_verdict or diagnosis.unexplained_wait is not None, (
                 "a job in which a rank waits would be said to be well"
             )

@@ -4,7 +4,9 @@ that it moves, and by those of the threads and child processes that it waits for
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
+from dataclasses import replace
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S, MIN_WAIT_S
@@ -21,6 +23,7 @@ from hangwatch.stacks.frames import (
     is_user_frame,
     runs_user_code,
     waits_for_communication,
+    waits_for_work,
 )
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
@@ -82,6 +85,22 @@ def has_stack_changed(process: Process, since: float) -> bool:
         if not any(functions[: len(loop)] == loop for loop in polling)
     }
     return len(elsewhere) + len(polling) > 1
+
+
+def is_polling(process: Process, since: float) -> bool:
+    """Whether samples show a rank's calling thread in one place, where it waits for what another rank may
+    do and uses little of the CPU. On an overloaded host such a thread is often ready to run.
+    """
+    samples = list_samples_since(process, since)
+    before = _find_comparable_sample(samples)
+    caller = samples[-1].calling_thread if samples else None
+    if before is None or caller is None or has_stack_changed(process, since):
+        return False
+    if not any(
+        classify_activity(sample.calling_thread).waits.waits_for_rank for sample in samples[-2:]
+    ):
+        return False
+    return not _has_used_cpu(replace(caller, ready_s=None), before, samples[-1])
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
@@ -179,22 +198,47 @@ def _has_used_cpu(thread: ThreadStack, before: StackSample, newest: StackSample)
     return cpu_s >= MIN_CPU_SHARE * elapsed_s or ready_s >= MIN_READY_SHARE * elapsed_s
 
 
-def is_waiting_for_rank(process: Process, since: float) -> bool | None:
-    """Whether, in the newest sample, it waits for something that another rank may do and its own
-    threads and children do not. None without a sample.
+class RankWait(enum.Enum):
+    """Whether a rank that is in no recorded call waits for something that another rank does."""
+
+    EXCLUDED = "excluded"  # it works, or waits for something that no rank does
+    UNKNOWN = "unknown"  # its stack does not show what it does
+    POSSIBLE = "possible"  # a sleep, an answer over the network, a lock file
+    CERTAIN = "certain"  # a key of a store, a rendezvous, a barrier, the reply to a remote call
+
+
+def classify_rank_wait(process: Process, since: float) -> RankWait | None:
+    """Whether, in the newest sample since then, a rank waits for another one, and not for its own
+    threads and children. None without a sample.
     """
     samples = list_samples_since(process, since)
     if not samples:
         return None
     newest = samples[-1]
     if is_transferring(process, since):
-        return False
-    if is_busy(process) and process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S:
-        return False  # the rank has continued since
+        return RankWait.EXCLUDED
+    is_active_since = process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S
+    if is_active_since and is_busy(process) and not is_polling(process, since):
+        return RankWait.EXCLUDED  # the rank has continued since
     waits = classify_activity(newest.calling_thread).waits
-    if not waits.waits_for_rank:
-        return False
-    return not any(map(waits.may_wait_for, list_other_threads(newest)))
+    others = [thread for thread in list_other_threads(newest) if waits.may_wait_for(thread)]
+    if waits.waits_for_rank:
+        if others:
+            return RankWait.EXCLUDED
+        return RankWait.CERTAIN if waits.needs_rank else RankWait.POSSIBLE
+    # The thread that it waits for may itself wait for another rank.
+    theirs = [thread for thread in others if thread.pid is None and runs_user_code(thread)]
+    need_rank = [
+        thread
+        for thread in theirs
+        if classify_activity(thread).waits.needs_rank or waits_for_work(thread)
+    ]
+    if need_rank:
+        return RankWait.CERTAIN if len(need_rank) == len(theirs) else RankWait.POSSIBLE
+    their_waits = [classify_activity(thread).waits for thread in theirs]
+    if not waits or not all(their_waits) or any(wait.waits_for_rank for wait in their_waits):
+        return RankWait.UNKNOWN
+    return RankWait.EXCLUDED
 
 
 def needs_another_sample(process: Process, since: float, beside_slow: bool) -> bool:

@@ -23,9 +23,10 @@ from ..context import (
 )
 from ..graph.edges import BlockedCall, WaitEdge, is_not_initialized, shows_all_members
 from ..graph.progress import (
+    RankWait,
+    classify_rank_wait,
     find_working_threads,
     is_transferring,
-    is_waiting_for_rank,
     needs_another_sample,
 )
 from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
@@ -188,10 +189,7 @@ class _ChainEnds:
         # The ranks that are alive in their own code.
         absent_kinds = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
         absent = {rank for rank, kind in kinds.items() if kind in absent_kinds}
-        self.possible_victims = self._find_possible_victims(absent)
-        spared = set()
-        if self.possible_victims and any(map(self._is_working, absent - self.possible_victims)):
-            spared = self.possible_victims
+        spared = self._find_victims(absent)
         ranks_by_kind: dict[VerdictKind, list[int]] = {}
         for rank, kind in kinds.items():
             if rank not in spared:
@@ -261,24 +259,32 @@ class _ChainEnds:
     def _is_working(self, rank: int) -> bool:
         return self.context.is_working(rank, self.waits_by_end[rank].began_at)
 
-    def _find_possible_victims(self, absent: Collection[int]) -> set[int]:
-        """The absent ranks whose stack shows a wait that another rank may end: while one of the absent
-        ranks works, these may be its victims.
+    def _find_victims(self, absent: set[int]) -> set[int]:
+        """The absent ranks that wait for another absent one, as their stacks show: those that certainly
+        wait for a rank are victims of any other one, and those that may do so of one that does not.
 
         Only some of many ranks are sampled. If there are such waits among these, ranks without a sample
         that do not work may be victims as well.
         """
-        waits_for_rank: dict[int, bool | None] = {}
+        ranks_by_wait: dict[RankWait | None, set[int]] = {None: set(absent)}
         for rank in absent:
             process = self.context.processes[rank]
             if process.samples and not self.context.is_in_phase(process):
-                began_at = self.waits_by_end[rank].began_at
-                waits_for_rank[rank] = is_waiting_for_rank(process, began_at)
-        victims = {rank for rank, waits in waits_for_rank.items() if waits}
-        if not victims:
-            return victims
-        unknown = [rank for rank in absent if waits_for_rank.get(rank) is None]
-        return victims.union(rank for rank in unknown if not self._is_working(rank))
+                wait = classify_rank_wait(process, self.waits_by_end[rank].began_at)
+                ranks_by_wait[None].remove(rank)
+                ranks_by_wait.setdefault(wait, set()).add(rank)
+        certain = ranks_by_wait.get(RankWait.CERTAIN, set())
+        possible = certain | ranks_by_wait.get(RankWait.POSSIBLE, set())
+        if not possible:
+            return possible
+        unsampled = {rank for rank in ranks_by_wait[None] if not self._is_working(rank)}
+        self.possible_victims = possible | unsampled
+        others = absent - self.possible_victims
+        if others.intersection(ranks_by_wait.get(RankWait.EXCLUDED, ())) or any(
+            map(self._is_working, others)
+        ):
+            return self.possible_victims
+        return certain if certain != absent else set()
 
     def _get_age_s(self, rank: int) -> float:
         """How long ranks are known to have waited for this one while it was not blocked itself."""

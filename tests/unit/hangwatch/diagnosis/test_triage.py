@@ -90,5 +90,5 @@ def test_quick_diagnosis_agrees_with_full_one(
         world.run_step()
         kinds |= {v.kind for v in world.run_diagnosis().verdicts if v.is_confirmed}
         attempt = world.fleet.latest_attempt("job")
-        looked += attempt is not None and is_quiet(attempt)
+        looked += attempt is not None and is_quiet(attempt, world.now, LIMITS)
     note(f"{kinds}, quiet at {looked} looks")

@@ -104,7 +104,7 @@ def test_job_is_not_shown_as_failing_while_it_is_diagnosed(
         shown.append(state.watch.diagnoser.attempts[attempt.key].has_failed)
         return Diagnosis()
 
-    monkeypatch.setattr(diagnoser, "is_quiet", lambda attempt: False)
+    monkeypatch.setattr(diagnoser, "is_quiet", lambda attempt, now, limits: False)
     monkeypatch.setattr(diagnoser, "diagnose", diagnose)
     asyncio.run(state.watch.loop.run_round())
     assert shown == [False]

@@ -72,7 +72,7 @@ def test_attempt_with_still_devices_is_not_quiet() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 5)))
     advance_seconds(job, 3)
-    assert not is_quiet(job.latest_attempt)
+    assert not is_quiet(job.latest_attempt, job.now, job.limits)
 
 
 def test_hosts_that_run_ahead_do_not_show_progress() -> None:

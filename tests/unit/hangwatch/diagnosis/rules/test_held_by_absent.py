@@ -162,3 +162,40 @@ def test_polling_rank_with_changing_stack_is_not_working() -> None:
     job.report_stack(2, make_frame("time.sleep(0.1)"))
     job.advance_time(LIMITS.stall_after_s)
     assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1, 2))]
+
+
+@pytest.mark.parametrize("text", ["sock.recv(1)", "lock.acquire()", "x = f(x)", "time.sleep(9)"])
+def test_rank_that_needs_another_one_is_its_victim_even_if_none_works(text: str) -> None:
+    job = job_with_absent_ranks("store.get('turn1')", text)
+    job.make_call(0)
+    job.advance_time(12)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (2,))]
+
+
+@pytest.mark.parametrize("text", WAITS_FOR_OTHERS)
+def test_rank_that_may_wait_is_victim_of_one_that_waits_for_no_rank(text: str) -> None:
+    job = job_with_absent_ranks(text, "lock.acquire()")
+    job.make_call(0)
+    job.advance_time(12)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (2,))]
+
+
+@pytest.mark.parametrize(
+    ("texts", "culprits"),
+    [
+        (("store.wait(['plan'])",), (2,)),
+        (("work = dist.irecv(x)",), (1, 2)),
+        (("store.wait(['plan'])", "x = f(x)"), (1, 2)),
+    ],
+)
+def test_rank_that_joins_its_thread_waits_for_what_that_waits_for(
+    texts: tuple[str, ...], culprits: tuple[int, ...]
+) -> None:
+    job = job_with_absent_ranks(world=4)
+    job.make_call(0)
+    join = Frame(function="join", file=f"{PYTHON}/threading.py", line=1)
+    threads = [[make_frame(text)] for text in texts]
+    job.report_stacks(1, [join, make_frame("thread.join()")], *threads)
+    job.report_stack(2, make_frame("sock.recv(1)"))
+    job.advance_time(12)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, culprits)]

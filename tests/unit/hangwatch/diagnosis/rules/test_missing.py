@@ -28,6 +28,8 @@ def test_healthy_job_has_no_verdict_during_long_computation() -> None:
     job = ScriptedJob(4)
     for _ in range(20):
         job.make_calls()
+    for rank in job.ranks.values():
+        rank.idle = False
     job.advance_time(1000)
     assert job.list_due_verdicts() == []
     assert job.run_diagnosis().requests == ()

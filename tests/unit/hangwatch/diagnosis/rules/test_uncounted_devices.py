@@ -37,7 +37,7 @@ def wait(job: ScriptedJob, seconds: int, frames: tuple[Frame, ...]) -> None:
 def test_hosts_inside_a_call_that_all_have_made_do_not_progress() -> None:
     job = make_job()
     wait(job, 12, IN_CALL)
-    assert not is_quiet(job.latest_attempt)
+    assert not is_quiet(job.latest_attempt, job.now, job.limits)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.NO_PROGRESS,

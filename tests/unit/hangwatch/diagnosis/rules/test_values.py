@@ -56,7 +56,7 @@ class CheckedJob(ScriptedJob):
         self.send_heartbeats()
         self.advance_time(0.5)  # late reports of other ranks arrive
         verdicts = self.list_due_verdicts()
-        assert is_quiet(self.latest_attempt) <= (
+        assert is_quiet(self.latest_attempt, self.now, self.limits) <= (
             not [
                 v
                 for v in verdicts
@@ -250,7 +250,8 @@ def test_with_loss_scaling_only_lasting_nonfinite_is_reported() -> None:
             job.add_nonfinite(rank, 10 + n, inf=5, nan=0, scaled=True, first=10, rounds=n)
         job.advance_time(0.1)
     job.advance_time(2.0)
-    assert job.list_verdicts(VerdictKind.NONFINITE) == [] and is_quiet(job.latest_attempt)
+    assert job.list_verdicts(VerdictKind.NONFINITE) == []
+    assert is_quiet(job.latest_attempt, job.now, job.limits)
     job.add_nonfinite(1, 200, inf=5, nan=0, scaled=True, first=200, rounds=0)
     job.add_nonfinite(0, 300, inf=5, nan=0, scaled=True, first=200, rounds=PERSISTENT_ROUNDS)
     job.advance_time(1.0)
