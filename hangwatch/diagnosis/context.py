@@ -275,6 +275,7 @@ def is_quiet(attempt: Attempt, now: float, limits: Limits) -> bool:
     return (
         not attempt.suspects
         and not attempt.diverged_groups
+        and not attempt.diverged_channels
         and attempt.checks.is_quiet
         and not has_paused(attempt, now, limits)
         and not attempt.list_outside_waits()

@@ -13,12 +13,13 @@ import hashlib
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
-from .operators import MustMatch
+from .operators import OPERATIONS, MustMatch
 
 Hash64 = Annotated[int, "a hash of 64 bits"]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
+_MESSAGE = "message"  # what is hashed for the operation of both ends of a channel
 ANY_SOURCE = -1  # the peer of a receive that takes a message of any rank
 _FIRST_INVALID_PEER = -(1 << 32)  # the peer for the argument 0, see `encode_invalid_peer`
 CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
@@ -148,7 +149,7 @@ def with_agreement_hash(
     """``signature`` with its hash set; ``numels`` are the element counts of its tensors.
 
     Element counts are compared instead of shapes: backends transfer elements, and a rank may
-    legally pass a view of another shape.
+    legally pass a view of another shape. A send has the hash of the receive that it matches.
     """
     arguments = {
         MustMatch.DTYPE: f"dtype={signature.dtype}",
@@ -156,7 +157,9 @@ def with_agreement_hash(
         MustMatch.REDUCE_OP: f"reduce={signature.reduce_op}",
         MustMatch.ROOT: f"root={signature.root}",
     }
-    parts = [signature.op, *(text for flag, text in arguments.items() if flag in must_match)]
+    spec = OPERATIONS.get(signature.op)
+    operation = _MESSAGE if spec is not None and spec.is_p2p else signature.op
+    parts = [operation, *(text for flag, text in arguments.items() if flag in must_match)]
     if signature.detail is not None:
         parts.append(signature.detail)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()

@@ -15,6 +15,7 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
 from .call_stream import (
+    MAX_PINNED_PAIRS,
     MAX_URGENT_SUSPECTS,
     NEWEST_KEPT,
     CallStream,
@@ -111,6 +112,8 @@ class Attempt:
     incomplete_ranks: set[int] = field(default_factory=set)
     # Ranks that reported the arguments of a send.
     sender_ranks: set[int] = field(default_factory=set)
+    # The sends of channels whose two ends reported different running hashes, by the ids of the streams.
+    diverged_channels: dict[int, CallStream] = field(default_factory=dict)
     # Ranks with a send or a receive whose peer is no rank of its group.
     misaddressing_ranks: set[int] = field(default_factory=set)
     # Groups with a reported call that has split sizes.
@@ -313,6 +316,8 @@ class Attempt:
         del process.streams[uid]
         if stream.peer is not None:
             forget_channel(process, stream)
+            if stream.other_end is None or stream.other_end.is_closed:
+                self._forget_divergence(stream)
         state = stream.group_state
         if state is None or state.members.get(process.rank) is not stream:
             return
@@ -368,6 +373,7 @@ class Attempt:
             self.checks = CheckResults()
             self.foreign_groups.leave_groups(former)
             for stream in former.streams.values():
+                self._forget_divergence(stream)
                 disconnect_channel(stream)
                 if (state := stream.group_state) is not None:
                     stream.group_state = None
@@ -448,7 +454,7 @@ class Attempt:
             self.lossy_ranks.add(process.rank)
         if stream.group_state is not None:
             stream.group_state.has_losses = True
-            self._revoke_hashes(stream, stream.group_state, loss.from_seq)
+        self._revoke_hashes(stream, loss.from_seq)
 
     def retract_calls(self, stream: CallStream, from_seq: int) -> None:
         """Forgets the calls of a stream from a number on: the one with this number was reported, and then
@@ -461,13 +467,17 @@ class Attempt:
         state = stream.group_state
         if state is not None:
             state.passed_by_all, state.laggard = min(state.passed_by_all, from_seq - 1), None
-            self._revoke_hashes(stream, state, from_seq)
+        self._revoke_hashes(stream, from_seq)
 
-    def _revoke_hashes(self, stream: CallStream, state: GroupState, from_seq: int) -> None:
+    def _revoke_hashes(self, stream: CallStream, from_seq: int) -> None:
         """Forgets the running hashes of a stream from a call on, and a divergence that they showed."""
         stream.reported_hashes = tuple(
             [pair for pair in stream.reported_hashes if pair[0] < from_seq]
         )
+        state = stream.group_state
+        if state is None:
+            self._update_channel_divergence(stream)
+            return
         state.forget_references([seq for seq in state.reference_hashes if seq >= from_seq])
         if state.diverged:
             self._update_divergence(state)
@@ -478,16 +488,18 @@ class Attempt:
         return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
 
     def record_hashes(self, stream: CallStream, report: Hashes) -> None:
-        """Records running hashes of a group's calls and detects a divergence. ``report`` is sorted by
-        sequence number. A long one was requested: its hashes may be older than those that are known,
-        and no other rank shares it.
-
-        Point-to-point streams have none: the two ends of a channel may make different calls.
+        """Records running hashes of a stream's calls and detects a divergence between the members of its
+        group, or from the other end of its channel. ``report`` is sorted by sequence number. A long one was
+        requested: its hashes may be older than those that are known, and no other rank shares it.
         """
         state = stream.group_state
         if stream.loss is not None:  # later hashes cannot be compared with those of other ranks
             report = tuple([pair for pair in report if stream.is_counted(pair[0])])
-        if not report or state is None:
+        if not report:
+            return
+        if state is None:
+            stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
+            self._update_channel_divergence(stream)
             return
         if len(report) > NEWEST_KEPT:
             stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
@@ -507,6 +519,38 @@ class Attempt:
         elif state.match_hashes(report):
             return
         self._update_divergence(state)
+
+    def _forget_divergence(self, stream: CallStream) -> None:
+        """Forgets that the ends of a channel differ, as one of them has no peer any more."""
+        for end in (stream, stream.other_end):
+            self.diverged_channels.pop(id(end), None)
+
+    def _update_channel_divergence(self, stream: CallStream) -> None:
+        """Compares the running hashes of the two ends of a channel. They are kept from the last equal one on
+        and, after a divergence, up to the first that differs.
+        """
+        other = stream.other_end
+        if other is None:
+            stream.reported_hashes = stream.reported_hashes[-NEWEST_KEPT:]
+            return
+        ends = stream, other
+        sending = stream if stream.kind is StreamKind.SEND else other
+        found = find_divergence(dict(enumerate(ends)))
+        if found is None:
+            self.diverged_channels.pop(id(sending), None)
+            common = stream.hashes_by_seq.keys() & other.hashes_by_seq.keys()
+            last_equal, kept_count = max(common, default=0), NEWEST_KEPT
+            for end in ends:
+                pairs = [pair for pair in end.reported_hashes if pair[0] >= last_equal]
+                end.reported_hashes = (*pairs[:1], *pairs[1:][1 - kept_count :])
+            return
+        self.has_urgent_changes |= id(sending) not in self.diverged_channels
+        self.diverged_channels[id(sending)] = sending
+        for end in ends:
+            pairs = [
+                p for p in end.reported_hashes if found.last_equal <= p[0] <= found.first_different
+            ]
+            end.reported_hashes = (*pairs[:1], *pairs[1:][1 - MAX_PINNED_PAIRS :])
 
     def _update_divergence(self, state: GroupState) -> None:
         """Finds where the members of a group began to differ, if they do."""

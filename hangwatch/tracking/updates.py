@@ -175,7 +175,7 @@ def _apply_stream_update(
             stream.last_completion_at = now
         _record_blocked_interval(process, stream, old_first_unfinished, now)
     stream.pending_at = None if pending_s is None else now - pending_s
-    if stream.group_state is not None and (chain or checkpoints):
+    if chain or checkpoints:
         pairs = checkpoints
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
@@ -241,11 +241,10 @@ def record_calls(process: Process, stream: CallStream, calls: tuple[Call, ...]) 
     for call in calls:
         stream.add_call(attempt.intern_call(call))
     attempt.track_calls(process, stream, calls)
-    if stream.group_state is not None:
-        pairs = {call.seq: call.chain for call in calls if call.chain}
-        # The hash of the newest call often came with the stream's position.
-        new_pairs = pairs.items() - set(stream.reported_hashes[-1:])
-        attempt.record_hashes(stream, tuple(sorted(new_pairs)))
+    pairs = {call.seq: call.chain for call in calls if call.chain}
+    # The hash of the newest call often came with the stream's position.
+    new_pairs = pairs.items() - set(stream.reported_hashes[-1:])
+    attempt.record_hashes(stream, tuple(sorted(new_pairs)))
     if stream.answered:
         stream.drop_old_calls(CALLS_KEPT)
     elif process.is_alive and (

@@ -37,6 +37,7 @@ MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # Counters that do not change are confirmed this often while the device is behind: then their age
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
+_MAX_CHANNEL_CHECKPOINTS = 2  # a channel has two ends, and a rank may have many channels
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
 
 # (uid, from_seq, max_calls): calls, oldest first
@@ -207,16 +208,16 @@ def _make_status_key(view: ProcessView, ring: RingSnapshot, now_ns: int) -> tupl
 
 
 def select_checkpoints(
-    chains: Mapping[int, int], after: int, upto: int
+    chains: Mapping[int, int], after: int, upto: int, max_count: int = MAX_CHECKPOINTS
 ) -> tuple[tuple[int, int], ...]:
-    """Running hashes at the multiples of the smallest power of two that has at most
-    `MAX_CHECKPOINTS` multiples in ``(after, upto]``.
+    """Running hashes at the multiples of the smallest power of two that has at most ``max_count``
+    multiples in ``(after, upto]``.
 
     >>> select_checkpoints({seq: -seq for seq in range(101, 119)}, after=100, upto=118)
     ((104, -104), (108, -108), (112, -112), (116, -116))
     """
     step = 1
-    while upto // step - after // step > MAX_CHECKPOINTS:
+    while upto // step - after // step > max_count:
         step *= 2
     first = (after // step + 1) * step
     return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
@@ -249,7 +250,9 @@ def _compose_stream_update(
     shared: tuple[Call, ...] = ()
     if not before.is_concurrency_reported:
         shared = _find_concurrent_calls(state, history, fetch_calls)
-    is_compared = state.peer is None  # point-to-point calls differ between ranks
+    max_count = MAX_CHECKPOINTS if state.peer is None else _MAX_CHANNEL_CHECKPOINTS
+    # The messages that a receive from any source takes are those of several channels.
+    is_compared = state.peer is None or state.peer >= 0
     after_ack = AckedStream(
         entered=state.entered,
         completed=state.completed,
@@ -272,7 +275,7 @@ def _compose_stream_update(
         # Microseconds are kept: hosts queue calls of two groups within 100 us, and their order matters.
         entered_s=round(state.entered_s, 6),
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
-        checkpoints=select_checkpoints(chains, after, upto) if is_compared else (),
+        checkpoints=select_checkpoints(chains, after, upto, max_count) if is_compared else (),
         calls=tuple(blocked_calls),
         shared=shared,
     )

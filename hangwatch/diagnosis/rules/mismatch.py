@@ -258,6 +258,8 @@ def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
         for stream in attempt.processes[rank].streams.values():
             if stream.kind is StreamKind.SEND and stream.calls and stream.other_end is not None:
                 _compare_channel(context, rank, stream, stream.other_end)
+    for sending in list(attempt.diverged_channels.values()):
+        _locate_divergence(context, sending)
     for key in attempt.uneven_groups:
         _compare_splits(context, attempt.streams_by_group[key])
 
@@ -506,6 +508,37 @@ def _compare_channel(
         summary = describe_mismatch(outliers, calls, differing_fields, sending.group, seq)
         _accuse_callers(context, callers, outliers, seq, differing_fields, calls, summary)
         return
+
+
+def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
+    """Requests the calls around the first one in which the ends of a channel differ by their running
+    hashes, which `_compare_channel` then compares. If some are lost, a verdict says between which it is.
+    """
+    receiving = sending.other_end
+    if receiving is None or sending.peer is None or receiving.peer is None:
+        return
+    ends = {receiving.peer: sending, sending.peer: receiving}
+    divergence = find_divergence(ends)
+    receiver = context.processes.get(sending.peer)
+    if divergence is None or receiver is None or has_receives_from_any(receiver, receiving):
+        return
+    window, last_equal = choose_window(divergence), divergence.last_equal
+    is_lost = False
+    for rank, end in ends.items():
+        if not _knows_calls(end, window, last_equal):
+            context.request_calls(rank, end, window)
+            is_lost |= end.has_answered(window)
+    if not is_lost:
+        return
+    seq, outliers = divergence.first_different, tuple(sorted(ends))
+    summary = (
+        f"what rank {receiving.peer} sent differs from what rank {sending.peer} received at or before"
+        f" {describe_position(sending.group, seq)}"
+    )
+    if last_equal:
+        summary += f", and after call {last_equal}"
+    summary += "; the records of the calls in between could not be fetched"
+    _accuse_callers(context, ends, outliers, seq, (), (), summary)
 
 
 def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
