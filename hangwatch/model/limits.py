@@ -12,6 +12,11 @@ FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 # of them halves the initial scale of 2**16, so that it has reached 2**-8 by then.
 PERSISTENT_ROUNDS = 24
 
+# The least data that a working thread or process reads, writes, sends or receives. What goes on beside a
+# hang stays below it: keep-alive messages, metrics and logs, and a loop that asks a server or reads a
+# small file several times a second. At this rate a gigabyte would take more than four hours.
+MIN_TRANSFER_BYTES_PER_S = 1 << 16
+
 LATE_BY_S = 5.0  # the most that a heartbeat of a host that reports rarely may be late
 
 # Stack samples.

@@ -398,7 +398,9 @@ class Process:
         state_s = min(now, last_seen_at) - activity.state_since
         if activity.state in STOPPED_STATES and state_s >= STOPPED_AFTER_S:
             return FreezeReason.STOPPED
-        if activity.state == "D" and state_s >= FROZEN_AFTER_S:
+        # In state D, a thread is active while it reads or writes data.
+        is_idle = last_seen_at - activity.last_active_at >= FROZEN_AFTER_S
+        if activity.state == "D" and state_s >= FROZEN_AFTER_S and is_idle:
             return FreezeReason.UNINTERRUPTIBLE
         runs_python = self.is_alive and self.lifecycle < Lifecycle.EXITING
         pulse_at = activity.pulse_at

@@ -303,7 +303,7 @@ def _read_stack(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
 def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Drops the parent's frames, which a forked child still has on its stack."""
     for index, frame in enumerate(frames):
-        if frame.function.endswith("_bootstrap") and "/multiprocessing/" in frame.file:
+        if frame.function.endswith("_bootstrap") and "/multiprocess" in frame.file:
             return frames[: index + 1]
     return frames
 

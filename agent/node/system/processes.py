@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S
 from hangwatch.model.ranks import ThreadStack
 
 PROC_ROOT = "/proc"
@@ -19,6 +20,7 @@ _SCHEDSTAT_INTERVAL_NS = 900_000_000  # every other one of two readings a second
 # A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
 # host waits longer, one that only wakes now and then waits less.
 _MIN_WAIT_SHARE = 1 / 3
+_IO_COUNTERS = ("rchar", "wchar", "read_bytes", "write_bytes")  # proc_pid_io(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,23 @@ def read_schedstat(pid: int, thread: int, proc: str) -> SchedStat:
     except OSError:
         return _NO_TIMES
     return SchedStat(*map(int, line.split()[:3]))
+
+
+def read_io_bytes(pid: int, tid: int, proc: str) -> int:
+    """The bytes that a thread, or for ``tid`` 0 the whole process, has read and written; 0 if that may not
+    be read. What goes to a disk counts twice, and while a long write lasts at least once.
+    """
+    folder = f"{pid}/task/{tid}" if tid else f"{pid}"
+    total = 0
+    try:
+        with open(f"{proc}/{folder}/io", encoding="ascii") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                if name in _IO_COUNTERS:
+                    total += int(value)
+    except (OSError, ValueError):
+        return 0
+    return total
 
 
 def add_cpu_times(stack: ThreadStack, pid: int, proc: str) -> ThreadStack:
@@ -205,24 +224,31 @@ class ThreadActivity:
 
     A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to one tick a
     second counts as idle. A thread that is ready to run but gets no CPU is not idle, on an
-    overloaded host. There, a thread that wakes now and then also waits for a CPU. Measured with
+    overloaded host. Nor is one in uninterruptible sleep whose file moves, on a slow disk or a network
+    file system. On an overloaded host, a thread that wakes now and then also waits for a CPU. Measured with
     eight busy loops per CPU: a loop that sleeps 20 ms waits up to a quarter of the time, one that
     sleeps 0.1 s 2 %, and a gloo collective not at all; a thread that computes waits almost always.
     """
 
-    last_busy_ns: int  # when it was last seen using a CPU or waiting for one
+    last_busy_ns: (
+        int  # when it was last seen using a CPU, waiting for one, or moving data in state D
+    )
     state: str = "?"
     _ticks_since_ns: int = 0
     _ticks: int = -1
     _schedstat: SchedStat = _NO_TIMES
     _was_ready: bool = False
     _schedstat_read_ns: int = 0
+    _moved_bytes: int = -1
+    _moved_read_ns: int = 0
 
     def update_thread(self, pid: int, tid: int, now_ns: int, proc: str) -> None:
         """Raises OSError if the thread has ended, ValueError if /proc is malformed."""
         stat = read_thread_stat(pid, tid, proc)
         self.state = stat.state
         self.record_ticks(stat.cpu_ticks, now_ns)
+        if stat.state == "D":
+            self._record_moved_bytes(read_io_bytes(pid, tid, proc), now_ns)
         elapsed_ns = now_ns - self._schedstat_read_ns
         if elapsed_ns < _SCHEDSTAT_INTERVAL_NS:
             return
@@ -237,6 +263,16 @@ class ThreadActivity:
         self._schedstat = schedstat
         self._was_ready = is_ready
         self._schedstat_read_ns = now_ns
+
+    def _record_moved_bytes(self, moved_bytes: int, now_ns: int) -> None:
+        """Records what the thread has read and written."""
+        elapsed_s = (now_ns - self._moved_read_ns) / 1e9
+        is_first = self._moved_bytes < 0
+        if not is_first and moved_bytes - self._moved_bytes >= MIN_TRANSFER_BYTES_PER_S * elapsed_s:
+            self.last_busy_ns = now_ns
+        elif not is_first and elapsed_s < 1.0:
+            return
+        self._moved_bytes, self._moved_read_ns = moved_bytes, now_ns
 
     def record_ticks(self, ticks: int, now_ns: int) -> None:
         """Records the CPU time of the thread."""

@@ -22,7 +22,6 @@ from .awaited import Awaited
 
 _MAX_ACCOUNTS = 1024
 _MAX_TREE_PROCESSES = 64
-_COUNTERS = ("rchar", "wchar", "read_bytes", "write_bytes")
 
 # linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h
 _NETLINK_SOCK_DIAG = 4
@@ -47,23 +46,6 @@ class Connection:
 
     bytes: int
     is_accepted: bool  # the local end listens: peers made the connection
-
-
-def read_io_bytes(pid: int, tid: int, proc: str) -> int:
-    """The bytes that a thread, or for ``tid`` 0 the whole process, has read and written; 0 if that may not
-    be read. What goes to a disk counts twice, and while a long write lasts at least once.
-    """
-    folder = f"{pid}/task/{tid}" if tid else f"{pid}"
-    total = 0
-    try:
-        with open(f"{proc}/{folder}/io", encoding="ascii") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name in _COUNTERS:
-                    total += int(value)
-    except (OSError, ValueError):
-        return 0
-    return total
 
 
 def read_connections() -> dict[int, Connection]:
@@ -159,7 +141,7 @@ class TransferMeter:
                     own = unclaimed
                 carried = self._carried.get((pid, tid), 0) + sum(grown.get(i, 0) for i in own)
                 self._carried[pid, tid] = carried
-                moved = carried + read_io_bytes(pid, tid, self._proc)
+                moved = carried + processes.read_io_bytes(pid, tid, self._proc)
                 measured.append(replace(thread, moved_bytes=moved))
         return tuple(measured)
 
@@ -181,7 +163,7 @@ class TransferMeter:
                 grown = self._record_growth(current, connections, inodes)
                 made = sum(size for i, size in grown.items() if not connections[i].is_accepted)
                 carried = self._carried[current, 0] = self._carried.get((current, 0), 0) + made
-            total += carried + read_io_bytes(current, 0, self._proc)
+            total += carried + processes.read_io_bytes(current, 0, self._proc)
             pending += processes.list_children(current, self._proc)
         return total
 

@@ -9,7 +9,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S, MIN_WAIT_S
+from hangwatch.model.limits import (
+    BUSY_WITHIN_S,
+    MIN_SAMPLE_GAP_S,
+    MIN_TRANSFER_BYTES_PER_S,
+    MIN_WAIT_S,
+)
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import (
     LOCK,
@@ -32,10 +37,6 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 # without getting one (see the node agent's `Activity`). A thread that only polls uses less.
 MIN_CPU_SHARE = 0.05
 MIN_READY_SHARE = 1 / 3
-# The least data that a working thread or process reads, writes, sends or receives. What goes on beside a
-# hang stays below it: keep-alive messages, metrics and logs, and a loop that asks a server or reads a
-# small file several times a second. At this rate a gigabyte would take more than four hours.
-MIN_TRANSFER_BYTES_PER_S = 1 << 16
 
 _Functions = tuple[tuple[str, str], ...]  # the file and the name of each, the outermost first
 

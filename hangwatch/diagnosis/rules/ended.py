@@ -7,6 +7,7 @@ victim, and the culprits are those that had not entered the call by then.
 
 from __future__ import annotations
 
+import re
 import signal
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,11 @@ _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, 
 _WATCHDOG_ADVICE = (
     "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
     " which error the network reported."
+)
+_PORT_MESSAGE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_PORT_ADVICE = (
+    "Another process of its host has the port, such as another job or a rank of this one: each job needs a"
+    " MASTER_PORT of its own, and only one process may be rank 0."
 )
 _NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
@@ -360,6 +366,8 @@ def _describe_death(failed: list[Process]) -> Messages:
         summary = f"rank {first.rank} raised {format_exception(exception)}"
         if exception.site is not None:
             summary = f"{summary} at {exception.site}"
+        if _PORT_MESSAGE.search(exception.message):
+            return summary, _PORT_ADVICE
         return summary, _format_exception_advice(failed[1:])
     advice = "Check its last lines on stderr: it ended before the other ranks."
     if end is not None and end.signal:

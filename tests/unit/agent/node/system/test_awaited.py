@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -25,7 +26,8 @@ def wait_in_thread(function: Callable[[], object]) -> tuple[int, Awaited]:
 
     def run() -> None:
         tids.append(threading.get_native_id())
-        function()
+        with contextlib.suppress(OSError):  # the test has closed it
+            function()
 
     threading.Thread(target=run, daemon=True).start()
     awaited = Awaited(descriptors=None)

@@ -130,6 +130,20 @@ def test_cpu_starved_process_is_not_idle(
     assert activity.last_busy_ns == (100 + busy) * SECOND_NS * bool(busy)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "busy_s"), [(1_000_000, 104), (50_000, 0)])
+def test_thread_in_uninterruptible_sleep_is_not_idle_while_its_data_moves(
+    tmp_path: Path, bytes_per_s: int, busy_s: int
+) -> None:
+    activity = CpuActivity(last_busy_ns=0)
+    for second in range(5):
+        proc = tmp_path / str(second)
+        add_process(proc, 7, state="D")
+        text = f"rchar: 5\nwchar: {bytes_per_s * second}\nsyscr: 900\n"
+        (proc / "7" / "task" / "7" / "io").write_text(text)
+        activity.update_activity(7, (100 + second) * SECOND_NS, proc=str(proc))
+    assert activity.last_busy_ns == busy_s * SECOND_NS
+
+
 def test_calling_thread_counts_beside_main_thread(tmp_path: Path) -> None:
     activity = CpuActivity(last_busy_ns=0)
     for second in range(4):

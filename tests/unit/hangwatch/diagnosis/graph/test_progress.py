@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis.graph.progress import MIN_TRANSFER_BYTES_PER_S
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat as wire
@@ -93,6 +93,20 @@ def test_rank_that_waits_for_its_thread_which_downloads_is_slow() -> None:
         lambda s: (make_thread(MAIN, joins), make_thread(OTHER, RECEIVES, moved=1e6 * s))
     )
     assert verdict.kind is VerdictKind.SLOW_RANK
+
+
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_rank_in_uninterruptible_sleep_is_slow_while_it_writes(is_writing: bool) -> None:
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.make_call(1)
+    job.ranks[0].state = "D"
+    job.ranks[0].idle = not is_writing
+    for _ in range(11):
+        job.advance_time(1)
+        job.send_heartbeats()
+    verdict = diagnose_only(job)
+    assert verdict.kind is (VerdictKind.SLOW_RANK if is_writing else VerdictKind.FROZEN_RANK)
 
 
 @pytest.mark.parametrize("is_working", [True, False])
