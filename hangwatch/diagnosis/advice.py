@@ -21,7 +21,7 @@ from hangwatch.stacks.frames import find_user_site, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
 from .context import DiagnosisContext, find_newest_sample
-from .graph.progress import find_working_threads, list_other_threads
+from .graph.progress import find_working_threads, is_transferring, list_other_threads
 from .messages import PHASE_HINT, describe_blocking_thread, format_exception
 
 _SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
@@ -43,7 +43,12 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         subject = describe_blocking_thread(whole_process, thread)
         predicate = "holds the GIL." if subject != whole_process else ""
         if sample is not None:
-            activity = _describe_activity(spec, process, sample, thread, working_threads)
+            is_progress_known = _is_slow(spec) and (
+                bool(working_threads) or is_transferring(process, verdict.began_at)
+            )
+            activity = _describe_activity(
+                spec, process, sample, thread, working_threads, is_progress_known
+            )
             predicate = activity or predicate
         has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
         if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
@@ -90,6 +95,7 @@ def _describe_activity(
     sample: StackSample,
     thread: ThreadStack | None,
     working_threads: Collection[ThreadStack],
+    is_progress_known: bool,
 ) -> str:
     """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...`` on the
     thread that keeps the rank from its call; empty if the stack shows nothing.
@@ -109,7 +115,6 @@ def _describe_activity(
         text = f"{activity}{_describe_blocking_child(activity, sample, working_threads)}."
     # Work that makes progress needs no advice. The general advice for slow ranks already mentions
     # `hangwatch.phase`.
-    is_progress_known = is_slow and len(working_threads) > 0
     if activity.advice and not is_progress_known:
         text += f" {activity.advice}"
     if activity.may_take_long and not is_slow:

@@ -78,6 +78,7 @@ def test_rank_that_downloads_is_slow() -> None:
     verdict = diagnose_absent_rank(lambda s: (make_thread(MAIN, RECEIVES, moved=1e6 * s),))
     assert (verdict.kind, verdict.culprits) == (VerdictKind.SLOW_RANK, (0,))
     assert "It moves data, 1.0 MB/s" in verdict.advice
+    assert "timeout" not in verdict.advice, "nothing is to be done about the connection"
 
 
 def test_data_that_another_thread_moves_is_no_progress_of_a_stuck_one() -> None:
