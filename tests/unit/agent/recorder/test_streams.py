@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder, leave_call
+from hangwatch.agent.recorder.streams import (
+    CompletionMode,
+    StreamRecorder,
+    current_batch,
+    leave_call,
+)
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import STREAMS, RecordFlag
 from hangwatch.ring.reader import RingReader
@@ -160,3 +165,14 @@ def test_completed_later_work_does_not_complete_blocking_call(watched: WatchedSt
     for _ in range(2):
         stream.update_ring(0)
         assert watched.read_published() == (3, 2)
+
+
+def test_parts_of_a_batch_have_the_time_at_which_it_began(
+    watched: WatchedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = watched.stream.pack_record_body(0, 0, RecordFlag.BATCHED)
+    monkeypatch.setattr(current_batch, "began_ns", 12345)
+    times = [watched.stream.enter_call(7, body, 0, CompletionMode.UNOBSERVABLE)[3] for _ in "ab"]
+    assert times == [12345, 12345]
+    other = watched.stream.pack_record_body(0, 0, 0)
+    assert watched.stream.enter_call(7, other, 0, CompletionMode.UNOBSERVABLE)[3] > 12345
