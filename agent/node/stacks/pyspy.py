@@ -23,6 +23,7 @@ from ..system import permission, processes, thread_waits
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
 _RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped this long after py-spy has detached
+_RUNNING_READINGS = 3  # readings in a row after which a process is known to run
 _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
@@ -171,9 +172,11 @@ class PySpy:
         other one, whoever stopped the process meant to.
         """
         deadline = time.monotonic() + _RESUME_TIMEOUT_S
+        running_count = 0  # the signal that stops it may take effect late
         while time.monotonic() < deadline:
             stat = processes.read_live_stat(pid, start_ticks, self.proc)
-            if stat is None or stat.state not in "Tt":
+            running_count = 0 if stat is not None and stat.state in "Tt" else running_count + 1
+            if stat is None or running_count == _RUNNING_READINGS:
                 return False
             time.sleep(0.02)
         with contextlib.suppress(OSError):  # the process ended just now
