@@ -4,7 +4,7 @@ what it may explain. It never makes a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mode
 
@@ -16,8 +16,14 @@ from hangwatch.model.hardware import (
     find_known_problems,
 )
 from hangwatch.model.kinds import KINDS, HardwareScope
-from hangwatch.model.limits import EVENT_BEFORE_ONSET_S, REREAD_AFTER_S
+from hangwatch.model.limits import (
+    EVENT_BEFORE_ONSET_S,
+    LATE_BY_S,
+    READING_DELAY_S,
+    REREAD_AFTER_S,
+)
 from hangwatch.model.verdicts import Verdict
+from hangwatch.model.xids import XidAction, find_xid
 from hangwatch.report.terminal import describe_observation
 from hangwatch.tracking.attempt import Attempt, HostHardware
 from hangwatch.tracking.process import Process
@@ -38,7 +44,6 @@ _REMEDIES = {
     "carrier_down_count": "Check the cable and the switch port of {about}.",
     "state": "Check the cable and the switch port of {about}.",
     "link_down": "Check the cable and the switch port of {about}.",
-    "xid": "Take the node out of service, and run the GPU's diagnostics (dcgmi diag -r 3).",
     "lost": "Take the node out of service: the GPU needs a reset or a repair.",
     "oom_kill": "Raise the memory limit, or reduce what the rank and its workers keep in memory.",
     "hung_task": "Check the storage or the device that it waits for (dmesg shows its stack).",
@@ -49,17 +54,63 @@ _REMEDIES = {
 }
 
 
+_XID_REMEDIES = {
+    XidAction.CHECK_PROGRAM: (
+        "Look for a bad address or index in the program (compute-sanitizer finds it); the GPU is well"
+        " unless other programs get this error there, too."
+    ),
+    XidAction.RESTART_JOB: (
+        "Restart the job; if the error returns on this GPU, take the node out of service."
+    ),
+    XidAction.RESET_GPU: (
+        "Take the node out of service, reset the GPU (nvidia-smi --gpu-reset), and run its diagnostics"
+        " (dcgmi diag -r 3)."
+    ),
+    XidAction.RESTART_NODE: (
+        "Take the node out of service and restart it; if the error returns, the GPU needs a repair."
+    ),
+    XidAction.CHECK_NVLINK: (
+        "Take the node out of service, and check its NVLinks (nvidia-smi nvlink -e, dcgmi diag -r 3)."
+    ),
+}
+_XID_REPORTS = ("xid", "program_xid")
+# A completion is reported up to this long after it, and a GPU completes nothing after a fatal Xid.
+_COMPLETION_DELAY_S = READING_DELAY_S + LATE_BY_S
+
+
 @dataclass(slots=True)
 class InvolvedHost:
     """A host whose hardware may explain a verdict, with the ranks of the verdict that are on it."""
 
     name: str
+    onset: float
     processes: list[Process] = field(default_factory=list)
     hardware: HostHardware | None = None  # read since the onset
 
     @property
-    def observations(self) -> tuple[Observation, ...]:
-        return self.hardware.observations if self.hardware is not None else ()
+    def observations(self) -> Iterator[Observation]:
+        """What concerns the verdict: its own processes, and no events of long before the onset. An Xid
+        after which all these ranks have completed calls is no cause either.
+        """
+        if self.hardware is None:
+            return
+        own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in self.processes}
+        earliest = self.onset - EVENT_BEFORE_ONSET_S
+        completed_at = min(map(_get_last_completion, self.processes)) - _COMPLETION_DELAY_S
+        for observation in self.hardware.observations:
+            since = max(earliest, completed_at) if observation.what in _XID_REPORTS else earliest
+            is_late = self.hardware.taken_at - observation.age_s >= since
+            is_foreign = (
+                observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names
+            )
+            if observation.source == JOB_SOURCE or (is_late and not is_foreign):
+                yield observation
+
+
+def _get_last_completion(process: Process) -> float:
+    """When a process was last seen to complete a call; 0.0 if that is not known."""
+    times = [max(s.last_completion_at, s.device_changed_at) for s in process.streams.values()]
+    return max(times, default=0.0)
 
 
 def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost]:
@@ -77,7 +128,7 @@ def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost
         if host is None:
             if len(hosts) >= MAX_HOSTS_READ:
                 break
-            host = hosts[process.host] = InvolvedHost(process.host)
+            host = hosts[process.host] = InvolvedHost(process.host, verdict.began_at)
             hardware = attempt.hardware.get(process.host)
             if hardware is not None and hardware.taken_at >= verdict.began_at:
                 host.hardware = hardware
@@ -116,9 +167,9 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     ]
     parts = (
         f"NCCL itself reports: {_join_clauses(reported)}." if reported else "",
-        _describe_faults(read, verdict, is_complete)
+        _describe_faults(read, is_complete)
         or _describe_idle_gpus(read)
-        or _describe_hints(read, verdict, is_complete)
+        or _describe_hints(read, is_complete)
         or _describe_different_facts(read, is_complete),
         _describe_known_problem(read),
     )
@@ -126,35 +177,45 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     return replace(verdict, advice=advice)
 
 
-def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
-    found = _group_observations(read, verdict, Weight.FAULT)
+def _describe_faults(read: Sequence[InvolvedHost], is_complete: bool) -> str:
+    found = _group_observations(read, Weight.FAULT)
     if not found:
         return ""
+    of_program = all(
+        o.what == "program_xid" for observations in found.values() for o in observations
+    )
+    whose = "the program" if of_program else "its hardware"
     if len(found) > 1 or not is_complete:
         shown = [
             f"{host} ({describe_observation(observations[0])})"
             for host, observations in list(found.items())[:_MAX_HOSTS]
         ]
         others = _format_others(len(found) - len(shown))
-        return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
+        whose = whose.replace("its", "their")
+        return f"Faults of {whose} are reported by {', '.join(shown)}{others}."
     ((host, observations),) = found.items()
-    text = f"{host} reports a fault of its hardware: {_join_clauses(observations)}."
+    text = f"{host} reports a fault of {whose}: {_join_clauses(observations)}."
     if len(read) > 1:
         text = (
-            f"Of {len(read)} hosts, {host} alone reports a fault of its hardware:"
+            f"Of {len(read)} hosts, {host} alone reports a fault of {whose}:"
             f" {_join_clauses(observations)}. That this is the cause is inferred."
         )
-    remedies = [
-        _REMEDIES[o.what].format(about=o.about) for o in observations if o.what in _REMEDIES
-    ]
-    return " ".join([text, *remedies[:1]])
+    remedies = filter(None, map(_find_remedy, observations))
+    return f"{text} {next(remedies, '')}".rstrip()
 
 
-def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
+def _find_remedy(observation: Observation) -> str:
+    if observation.what not in _XID_REPORTS:
+        return _REMEDIES.get(observation.what, "").format(about=observation.about)
+    xid = find_xid(observation.now)
+    return _XID_REMEDIES.get(xid.action, "") if xid is not None else ""
+
+
+def _describe_hints(read: Sequence[InvolvedHost], is_complete: bool) -> str:
     """Describes the hints of a single host, since any job has hints of several. Where only one host is
     concerned, it names the values that are abnormal by themselves.
     """
-    found = _group_observations(read, verdict, Weight.HINT)
+    found = _group_observations(read, Weight.HINT)
     if len(found) != 1 or not is_complete:
         return ""
     ((host, observations),) = found.items()
@@ -168,24 +229,16 @@ def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete:
 
 
 def _group_observations(
-    read: Sequence[InvolvedHost], verdict: Verdict, weight: Weight
+    read: Sequence[InvolvedHost], weight: Weight
 ) -> dict[str, list[Observation]]:
-    """The observations of each host that concern these ranks and are not much older than the hang."""
+    """What each host reports of this weight, without what any job has."""
     found: dict[str, list[Observation]] = {}
     for host in read:
-        assert host.hardware is not None
-        own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
         for observation in host.observations:
             if observation.weight is not weight or observation.source == JOB_SOURCE:
                 continue
-            happened_at = host.hardware.taken_at - observation.age_s
-            if happened_at < verdict.began_at - EVENT_BEFORE_ONSET_S:
-                continue
-            if observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names:
-                continue
-            if weight is Weight.HINT and _is_ordinary(observation):
-                continue
-            found.setdefault(host.name, []).append(observation)
+            if weight is not Weight.HINT or not _is_ordinary(observation):
+                found.setdefault(host.name, []).append(observation)
     return found
 
 

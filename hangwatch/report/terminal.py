@@ -13,6 +13,7 @@ from typing import Any
 
 from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.kinds import select_kinds
+from hangwatch.model.xids import find_xid
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
@@ -76,6 +77,7 @@ _CLAUSES = {
     "phys_state": "{about} went from {before} to {now}",
     "link_down": "the link of {about} went down",
     "xid": "{about} reported Xid {now}{meaning}",
+    "program_xid": "{about} caused Xid {now}{meaning}",
     "lost": "{about} cannot be reached ({now})",
     "hung_task": "{about} ({now}) is blocked in the kernel",
     "nfs_not_responding": "the NFS server {about} does not respond",
@@ -98,19 +100,6 @@ _CLAUSES = {
 _KILLED = {
     "kernel log": "the kernel killed {about} ({now}) for lack of memory",
     "cgroup": "processes in {about} were killed for lack of memory ({before} to {now})",
-}
-# The meanings in NVIDIA's Xid catalogue of the errors that stop a job.
-_XID_MEANINGS = {
-    "31": "memory page fault, often the program's",
-    "48": "double-bit memory error",
-    "63": "row remapping recorded",
-    "64": "row remapping failed",
-    "74": "NVLink error",
-    "79": "the GPU has fallen off the bus",
-    "94": "contained memory error",
-    "95": "uncontained memory error",
-    "119": "the GPU's system processor does not answer",
-    "120": "error of the GPU's system processor",
 }
 
 
@@ -480,12 +469,12 @@ def describe_observation(observation: Observation) -> str:
     what, about = observation.what, observation.about
     template = _KILLED.get(observation.source) if what == "oom_kill" else _CLAUSES.get(what)
     if template is not None:
-        meaning = _XID_MEANINGS.get(str(observation.now), "")
+        xid = find_xid(observation.now)
         return template.format(
             about=about,
             before=observation.before,
             now=observation.now,
-            meaning=f" ({meaning})" if meaning else "",
+            meaning=f" ({xid.meaning})" if xid is not None else "",
         )
     name = what.replace("_", " ")
     if observation.before is None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
+from hangwatch.model.xids import XidAction, find_xid
 
 from .host import Host, SourceUnavailableError
 
@@ -20,6 +22,7 @@ MAX_AGE_S = 900.0  # older messages are not reported
 MAX_MESSAGES = 32
 _MAX_RECORD_BYTES = 8192
 _MAX_LOG_BYTES = 16 << 20
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel's proc_ns.h
 _REMEDY = "give the node agent CAP_SYSLOG (docker: --cap-add SYSLOG), or set sysctl kernel.dmesg_restrict=0"
 
 
@@ -38,7 +41,9 @@ class _Pattern:
 _PATTERNS = (
     _Pattern(
         "xid",
-        re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus_id>[^\s()]+)\): (?P<code>\d+).*"),
+        re.compile(
+            r"NVRM: Xid \((?:PCI:)?(?P<bus_id>[^\s()]+)\): (?P<code>\d+)(?:, pid=(?P<pid>\d+))?.*"
+        ),
         "GPU {bus_id}",
         "{code}",
     ),
@@ -110,9 +115,37 @@ def probe(host: Host) -> tuple[Observation, ...]:
                     is_abnormal=True,
                     age_s=round(max(0.0, age_s), 1),
                 )
+                if pattern.what == "xid":
+                    observation = _attribute_xid(observation, groups, host)
                 found.append(observation)
                 break
     return tuple(found[-MAX_MESSAGES:])
+
+
+def _attribute_xid(observation: Observation, groups: Mapping[str, str], host: Host) -> Observation:
+    """An Xid that programs cause belongs to the process that the message names. Where that is unknown,
+    as in a container, whose process IDs are not the kernel's, and where nothing is to be done about
+    the Xid, it is only a hint.
+    """
+    xid = find_xid(observation.now)
+    if xid is None or xid.action not in (XidAction.CHECK_PROGRAM, XidAction.NONE):
+        return observation
+    if xid.action is XidAction.CHECK_PROGRAM and groups["pid"] and _has_kernel_pids(host):
+        return replace(
+            observation,
+            what="program_xid",
+            about=f"process {groups['pid']}",
+            now=f"{observation.now} on {observation.about}",
+        )
+    return replace(observation, weight=Weight.HINT)
+
+
+def _has_kernel_pids(host: Host) -> bool:
+    """Whether process IDs here are those of the kernel log."""
+    try:
+        return os.readlink(host.proc / "self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def _read_log(path: Path) -> str:

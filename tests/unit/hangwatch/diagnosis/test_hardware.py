@@ -157,6 +157,32 @@ def test_job_on_one_host() -> None:
     )
 
 
+def test_xid_of_a_program_is_no_fault_of_the_hardware() -> None:
+    """Only of a program of this job: others on the host have their own errors."""
+    for about, is_own in (("process 1", True), ("process 999999", False)):  # rank 0 has pid 1
+        job = make_stalled_job()
+        xid = observe("program_xid", about, now="31 on GPU 0000:3b:00", source="kernel log")
+        advice = find_verdict(job, {0: [xid], 1: [], 2: [], 3: []}).advice
+        assert ("node0 alone reports a fault of the program" in advice) == is_own
+        assert ("caused Xid 31 on GPU 0000:3b:00 (memory page fault" in advice) == is_own
+        assert ("compute-sanitizer" in advice) == is_own
+        assert "out of service" not in advice
+
+
+@pytest.mark.parametrize(("age_s", "is_mentioned"), [(1.0, True), (60.0, False)])
+def test_xid_after_which_calls_were_completed_is_no_cause(age_s: float, is_mentioned: bool) -> None:
+    job = ScriptedJob(4, limits=LIMITS)
+    for number, rank in job.ranks.items():
+        rank.host = f"node{number}"
+    for is_done in (True, True, False):
+        job.make_calls(done=is_done)
+        job.send_heartbeats()
+        job.advance_time(1.0)
+    xid = observe("xid", "GPU 0000:3b:00", now="79", source="kernel log", age_s=age_s)
+    advice = find_verdict(job, {0: [xid], 1: [], 2: [], 3: []}).advice
+    assert ("Xid 79" in advice) == is_mentioned
+
+
 def test_events_from_long_before_the_hang_are_not_mentioned() -> None:
     old = observe("xid", "GPU 0", now="79", source="kernel log", age_s=800.0)
     verdict = find_verdict(make_stalled_job(), {0: [old], 1: [], 2: [], 3: []})

@@ -117,3 +117,32 @@ def test_log_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_missing_log(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError, match="No such file"):
         kernel_log.probe(make_host(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "message", "expected"),
+    [
+        ("pid:[4026531836]", "31, pid=4711, name=python3, MMU Fault",
+         ("program_xid", "process 4711", "31 on GPU 0000:3b:00", Weight.FAULT)),
+        ("pid:[4026531836]", "31, pid='<unknown>', name=<unknown>, MMU Fault",
+         ("xid", "GPU 0000:3b:00", "31", Weight.HINT)),
+        ("pid:[4026532201]", "13, pid=4711, name=python3, Graphics SM Warp Exception",
+         ("xid", "GPU 0000:3b:00", "13", Weight.HINT)),
+        ("pid:[4026531836]", "45, pid=4711, name=python3, Ch 00000010",
+         ("xid", "GPU 0000:3b:00", "45", Weight.HINT)),
+        ("pid:[4026531836]", "79, pid=4711, name=python3, GPU has fallen off the bus.",
+         ("xid", "GPU 0000:3b:00", "79", Weight.FAULT)),
+        ("pid:[4026531836]", "999, pid=4711, a code of a later driver",
+         ("xid", "GPU 0000:3b:00", "999", Weight.FAULT)),
+    ],
+)  # fmt: skip
+def test_xid_of_a_program_belongs_to_its_process(
+    namespace: str, message: str, expected: tuple[object, ...], tmp_path: Path
+) -> None:
+    """In a container, the kernel's process IDs mean other processes or none."""
+    write_log(tmp_path, f"NVRM: Xid (PCI:0000:3b:00): {message}")
+    host = make_host(tmp_path)
+    (host.proc / "self/ns").mkdir(parents=True)
+    (host.proc / "self/ns/pid").symlink_to(namespace)
+    (found,) = kernel_log.probe(host)
+    assert (found.what, found.about, found.now, found.weight) == expected
