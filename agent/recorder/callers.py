@@ -209,7 +209,7 @@ class CallSites:
         file = code.co_filename
         if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
             origin = _MACHINERY
-        elif any(part in file for part in _LIBRARY_PARTS):
+        elif any(part in file for part in _LIBRARY_PARTS) or _is_generated(file):
             origin = _LIBRARY
         else:
             origin = _MACHINERY if file.startswith(_STDLIB_PREFIXES) else _USER
@@ -217,6 +217,11 @@ class CallSites:
         if self._on_origin is not None:
             self._on_origin(id(code), origin)
         return origin
+
+
+def _is_generated(file: str) -> bool:
+    """Whether code without a file was made by ``exec``. In ``python -c``, it is the user's program."""
+    return file.startswith("<") and hasattr(sys.modules.get("__main__"), "__file__")
 
 
 def inspect_thread(thread: int) -> tuple[bool, bool]:

@@ -69,10 +69,18 @@ def _find_caller_frame(stack: ThreadStack | None) -> Frame | None:
     return None
 
 
+def find_user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The user's innermost frame. Code without a file is the user's only where there is no other, as in
+    ``python -c``: libraries make functions by ``exec``.
+    """
+    user_frames = [frame for frame in frames if is_user_frame(frame)]
+    in_files = (frame for frame in user_frames if not frame.file.startswith("<"))
+    return next(in_files, None) or next(iter(user_frames), None)
+
+
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
     """The user's innermost frame, else that of a library other than Python and torch."""
-    user_frame = next(filter(is_user_frame, frames), None)
-    return user_frame or next(filter(_is_installed_frame, frames), None)
+    return find_user_frame(frames) or next(filter(_is_installed_frame, frames), None)
 
 
 def _is_installed_frame(frame: Frame) -> bool:

@@ -18,7 +18,7 @@ from hangwatch.model.ranks import Frame, Lifecycle, RankState
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_optional_document
 from hangwatch.report.job_status import JobFacts, UnexplainedWait, format_job_status
-from hangwatch.stacks.frames import is_library
+from hangwatch.stacks.frames import find_user_frame
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -194,7 +194,7 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     site = incident.site
     culprits = set(incident.culprits)
     for stack in incident.stacks:
-        frame = next((frame for frame in stack.frames if not is_library(frame.file)), None)
+        frame = find_user_frame(stack.frames)
         if frame is None or culprits.isdisjoint(stack.ranks):
             continue
         if site is None or (frame.file, frame.line) == (site.file, site.line):

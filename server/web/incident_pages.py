@@ -20,7 +20,7 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
 from hangwatch.report.documents import build_document
 from hangwatch.report.text import Document, group_name, name_ranks, parse_time, truncate_end
-from hangwatch.stacks.frames import is_library
+from hangwatch.stacks.frames import find_user_frame
 from hangwatch.stacks.trees import merge_stacks
 
 from ..http import api
@@ -214,7 +214,7 @@ def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
     """
     places: dict[int, str] = {}
     for stack in select_calling_stacks(incident.stacks):
-        frame = next((f for f in stack.frames if not is_library(f.file)), None)
+        frame = find_user_frame(stack.frames)
         if frame is not None:
             file_name = frame.file.rsplit("/", 1)[-1]
             places |= dict.fromkeys(stack.ranks, f"{file_name}:{frame.line} {frame.function}")

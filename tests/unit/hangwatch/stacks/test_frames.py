@@ -8,6 +8,7 @@ from hangwatch.agent import recorder
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.stacks.frames import (
     RECORDER_MODULES,
+    find_user_frame,
     is_library,
     waits_for_communication,
     waits_for_work,
@@ -45,3 +46,12 @@ def test_thread_in_its_own_code_does_not_wait() -> None:
     sleeping = Frame(function="upload", file="/home/me/train.py", line=3, text="time.sleep(600)")
     assert waits_for_communication(make_stack(sleeping, LINE)) is False
     assert waits_for_work(make_stack(sleeping, LINE)) is False
+
+
+def test_generated_code_is_the_users_line_only_where_there_is_no_other() -> None:
+    """Libraries make functions by ``exec``, such as the methods of multiprocessing's proxies."""
+    made = Frame(function="get", file="<string>", line=2)
+    main = Frame(function="<module>", file="<string>", line=5)
+    assert find_user_frame((made, TORCH, LINE)) == LINE
+    assert find_user_frame((TORCH, made, main)) == made
+    assert find_user_frame((TORCH,)) is None
