@@ -125,7 +125,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         site=_find_site_of(mismatch.calls, mismatch.outliers),
     )
     explains = None if is_harmless else delayed | failed
-    context.accuse(verdict, explains, samples=bool(waiting))
+    context.accuse(verdict, explains, samples=bool(delayed or waiting))
 
 
 def _creates_separate_groups(mismatch: CallMismatch) -> bool:
@@ -263,7 +263,8 @@ def _accuse_callers(
     if context.explained_ranks.issuperset(outliers):
         return
     concerned = context.graph.find_waiters_of(outliers) | callers.keys()
-    waiting = (concerned & context.graph.get_waiting_ranks()).difference(outliers)
+    blocked = concerned & context.graph.get_waiting_ranks()
+    waiting = blocked.difference(outliers)
     processes = context.processes
     ended = {r for r in callers if r in processes and not processes[r].is_alive}
     verdict = Verdict(
@@ -280,7 +281,7 @@ def _accuse_callers(
         advice=_PAIR_MISMATCH_ADVICE,
         site=_find_site_of(calls, outliers),
     )
-    context.accuse(verdict, ended, samples=bool(waiting))
+    context.accuse(verdict, ended, samples=bool(blocked))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

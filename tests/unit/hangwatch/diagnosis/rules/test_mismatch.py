@@ -130,6 +130,19 @@ def test_tie_blames_all_unless_sibling_groups_decide() -> None:
     assert verdict.culprits == (1,)
 
 
+def test_stacks_are_requested_where_all_are_culprits() -> None:
+    """No other rank waits; what led to the call, such as a property, is only in the stacks."""
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.make_call(0, "broadcast", root=0)
+    job.make_call(1)
+    job.advance_time(1.1)
+    job.send_heartbeats()
+    context = job.run_diagnosis()
+    assert [verdict.culprits for verdict in context.verdicts] == [(0, 1)]
+    assert {request.rank for request in context.requests if request.stacks} == {0, 1}
+
+
 def test_a_death_in_a_mismatched_call_is_a_mismatch() -> None:
     job = ScriptedJob(4)
     for rank in range(4):
