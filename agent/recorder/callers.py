@@ -245,6 +245,13 @@ def find_frame(thread: int) -> FrameType | None:
     `sys._current_frames` returns the frame of this function as well. A local variable with its
     result would therefore be a reference cycle, which keeps the frames of all threads, and all of
     their local variables, until a garbage collection.
+    """
+    frame: FrameType | None = read_threads(sys._current_frames).get(thread)
+    return frame
+
+
+def read_threads(function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+    """The result of `sys._current_frames` or `sys._current_exceptions`, by the thread's identifier.
 
     Python 3.11 creates objects there while it holds the lock of its list of threads. If a garbage
     collection runs a destructor that releases the GIL, as torch's do, and the thread that gets the
@@ -252,8 +259,6 @@ def find_frame(thread: int) -> FrameType | None:
     here (https://github.com/python/cpython/issues/106883).
     """
     if not (_NEEDS_GC_PAUSE and gc.isenabled()):
-        return sys._current_frames().get(thread)
+        return function()
     # `map` calls the three functions from C, so that no other thread runs in between.
-    functions = (gc.disable, sys._current_frames, gc.enable)
-    frame: FrameType | None = tuple(map(_call_function, functions))[1].get(thread)
-    return frame
+    return tuple(map(_call_function, (gc.disable, function, gc.enable)))[1]  # type: ignore[no-any-return]

@@ -15,7 +15,6 @@ import os
 import platform
 import sys
 import threading
-import traceback
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep
 from types import TracebackType
@@ -35,6 +34,7 @@ from ..environment import identity, run_dir
 from . import device, dynamo, faults, kernels, ring_file
 from .annotations import UserAnnotations
 from .checks.settings import load_check_settings
+from .exceptions import describe_exception
 from .faults import Arguments, KeywordArguments
 from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder, wrap_function
@@ -45,7 +45,6 @@ from .stack_dumps import StackDumper
 
 _MAX_START_WAIT_S = 10.0
 _MAX_PROGRAM_CHARS = 300
-_MAX_MESSAGE_CHARS = 800  # the limit of an exception's message
 _TASK_DIR = Path("/proc/self/task")
 _ACTIVITY_FIELDS = ("State:", "voluntary_ctxt_switches:")
 
@@ -388,16 +387,8 @@ def _record_exception(
     if rank is None:
         return
     try:
-        description: dict[str, Any] = {
-            "type": kind.__qualname__,
-            "message": str(value)[:_MAX_MESSAGE_CHARS],
-            "at_ns": monotonic_ns(),
-        }
-        for frame, line in reversed(list(traceback.walk_tb(trace))):
-            code = frame.f_code
-            if rank.recorder.sites.is_user_code(code):
-                description |= {"file": code.co_filename, "line": line, "function": code.co_name}
-                break
-        rank.ring.write_note(EXCEPTION, description)
+        note = describe_exception(value, str(value), trace, rank.recorder.sites)
+        rank.poller.handled_exceptions = None
+        rank.ring.write_note(EXCEPTION, {**note, "at_ns": monotonic_ns()})
     except Exception as error:  # our error: the user's exception is shown all the same
         faults.record_fault("recording an exception", error)

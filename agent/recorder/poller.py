@@ -23,6 +23,7 @@ from hangwatch.ring.layout import LiveWord
 from ..environment import run_dir
 from . import faults
 from .device import DeviceStatusReader
+from .exceptions import HandledExceptions
 from .recorder import Recorder
 from .stack_dumps import StackDumper
 
@@ -59,6 +60,8 @@ class Poller:
         self._supervisor = AgentSupervisor(folder)
         self._stack_dumper = stack_dumper
         self._device_status = DeviceStatusReader(recorder)
+        # None once an exception has ended the program: its note stays.
+        self.handled_exceptions: HandledExceptions | None = HandledExceptions(recorder)
         self._stop_event = threading.Event()
         self._thread = threading.Thread(
             target=self._run_loop, name=RECORDER_THREAD_NAME, daemon=True
@@ -89,6 +92,8 @@ class Poller:
                 call_count = self._poll_once()
                 self._stack_dumper.answer_request()
                 self._device_status.update_ring(call_count, monotonic_ns())
+                if self.handled_exceptions is not None:
+                    self.handled_exceptions.update_note(call_count)
                 self._supervisor.ensure_agent()
             except Exception as error:  # our error: the thread continues
                 faults.record_fault("polling", error)

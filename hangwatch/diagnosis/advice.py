@@ -22,7 +22,7 @@ from hangwatch.tracking.process import Process, StackSample
 
 from .context import DiagnosisContext, find_newest_sample
 from .graph.progress import find_working_threads, list_other_threads
-from .messages import PHASE_HINT, describe_blocking_thread
+from .messages import PHASE_HINT, describe_blocking_thread, format_exception
 
 _SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
 
@@ -56,6 +56,27 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         elif _is_slow(spec) and working_threads:
             advice = f" {_SLOW_NOT_STUCK_ADVICE}"
         return replace(verdict, advice=f"{subject} {predicate}{advice}")
+    return verdict
+
+
+def add_exception_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Adds the exception that the first culprit is handling, if no rank that waits handles the same."""
+    usual = {
+        (process.handling.type, process.handling.site)
+        for rank in verdict.waiting
+        if (process := context.processes.get(rank)) is not None and process.handling is not None
+    }
+    for rank in verdict.culprits:
+        process = context.processes.get(rank)
+        handling = process.handling if process is not None else None
+        if handling is None or (handling.type, handling.site) in usual:
+            continue
+        place = f", raised at {handling.site}" if handling.site is not None else ""
+        text = (
+            f"Rank {rank} is handling {format_exception(handling)}{place}: it is in an except, finally or"
+            " with statement."
+        )
+        return replace(verdict, advice=f"{text} {verdict.advice}".strip())
     return verdict
 
 

@@ -284,15 +284,17 @@ def describe_call(call: Document) -> Answer:
 
 def _iter_processes(incident: Document) -> Iterator[Answer]:
     for process in get_parts(incident, "processes", _MAX_PROCESSES):
-        exception_answer = None
-        if exception := process.get("exception"):
-            exception_answer = {
-                "type": quote_text(exception.get("type", "?")),
-                "message": quote_line(exception.get("message", "")),
+        exceptions = {
+            key: {
+                "type": quote_text(process[key].get("type", "?")),
+                "message": quote_line(process[key].get("message", "")),
             }
+            for key in ("exception", "handling")
+            if process.get(key)
+        }
         yield build_answer(
             **_copy_members(process, "rank", "host", "pid", "state", "exit_status", "signal"),
-            exception=exception_answer,
+            **exceptions,
         )
 
 

@@ -38,6 +38,7 @@ class ProcessSnapshot:
     exit_status: int | None = None
     signal: int | None = None
     exception: ExceptionInfo | None = None
+    handling: ExceptionInfo | None = None  # the exception that a thread is handling while it waits
     flight_file: FlightFile | None = None  # written by its watchdog
 
 

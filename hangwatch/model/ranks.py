@@ -63,7 +63,7 @@ class ExitInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionInfo:
-    """An uncaught exception that ended a rank's Python program."""
+    """An exception of a rank: the uncaught one that ended its program, or one that it is handling."""
 
     type: str
     message: str

@@ -138,6 +138,7 @@ class ProcessUpdate:
     ended_s: float = 0.0
     raised: ExceptionInfo | None = None
     raised_s: float = 0.0
+    handling: ExceptionInfo | None = None  # the exception that a thread is handling while it waits
     dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()
     opened: int = 0  # streams that it ever opened

@@ -352,14 +352,15 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
         elif state in _STATE_NAMES:
             condition = f"is {_STATE_NAMES[state]} (state {state})"
         yield f"{text} {condition}"
-        exception = process.get("exception")
-        if exception:
-            type_name = clean_member(exception, "type", "exception")
-            message = f"{type_name}: {clean_member(exception, 'message', '')}"
-            yield from map(paint.as_error, wrap_text(message, indent="  "))
-            if exception.get("site"):
-                site = format_site(exception["site"])
-                yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
+        for key, prefix in (("exception", ""), ("handling", "handling ")):
+            exception = process.get(key)
+            if exception:
+                type_name = clean_member(exception, "type", "exception")
+                message = f"{prefix}{type_name}: {clean_member(exception, 'message', '')}"
+                yield from map(paint.as_error, wrap_text(message, indent="  "))
+                if exception.get("site"):
+                    site = format_site(exception["site"])
+                    yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
         if process.get("flight_file"):
             yield from _format_flight_file(process["flight_file"])
 

@@ -17,7 +17,8 @@ Header (HEADER_SIZE = 16384 bytes)::
      128  live words, u64 each, see `LiveWord`; each is written atomically
     1024  identity: u64 lock, u32 length, JSON (5000 bytes in all): job, rank, world size,
           versions
-    6144  exception: the same format (2000 bytes in all): the exception that ended Python
+    6144  exception: the same format (2000 bytes in all): the exception that ended Python, or with
+        ``is_handled`` the one that a thread is handling
     8192  faults: the same format (2000 bytes in all): hangwatch's own errors in this process
    10240  device table, up to the end of the header
 

@@ -83,7 +83,8 @@ class RingSnapshot:
     phase_limit_s: float | None = None
     dropped: int = 0
     streams: StreamStates = ()
-    exception: dict[str, Any] | None = None
+    exception: dict[str, Any] | None = None  # the one that ended the program
+    handled_exception: dict[str, Any] | None = None  # the one that a waiting thread is handling
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: DeviceEntries = ()
@@ -191,6 +192,8 @@ class RingReader(parts.RingParts):
         words = self.read_live_words()
         streams, torn_parts = self._read_streams(written, now_ns)
         faults = self.read_note(layout.FAULTS) or {}
+        exception = self.read_note(layout.EXCEPTION) or None
+        is_handled = exception is not None and bool(exception.get("is_handled"))
         phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
         phase = self.read_interned(self.sites, phase_number) if phase_number else None
         step = words[LiveWord.STEP]
@@ -207,7 +210,8 @@ class RingReader(parts.RingParts):
             streams=streams,
             dormant_streams=self._dormant,
             dormant_chunks=self._dormant_chunks,
-            exception=self.read_note(layout.EXCEPTION),
+            exception=None if is_handled else exception,
+            handled_exception=exception if is_handled else None,
             faults=tuple(map(str, faults.get("lines", ()))),
             device_status=DeviceStatusState.from_number(words[LiveWord.DEVICE_STATUS]),
             device_entries=self._read_reported_devices(words),

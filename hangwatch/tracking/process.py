@@ -154,6 +154,8 @@ class Process:
     exited_at: float | None = None
     exception: ExceptionInfo | None = None
     exception_at: float | None = None
+    # The exception that a thread of it is handling while it makes no calls, as in a ``finally`` clause.
+    handling: ExceptionInfo | None = None
     device_setting: str = ""  # see `ProcessUpdate.device_setting`
     # The time for which its device made no progress, as of the last reading of its counters.
     device_still_s: float = float("inf")

@@ -110,7 +110,8 @@ def _apply_streams(process: Process, update: heartbeat.ProcessUpdate, now: float
 
 
 def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
-    """Records the exception and the exit. The first report of each is kept."""
+    """Records the exceptions and the exit. The first report of what ended it is kept."""
+    process.handling = update.handling
     if update.raised is not None and process.exception is None:
         process.exception, process.exception_at = update.raised, now - update.raised_s
     if update.ended is not None and process.exit is None:

@@ -114,6 +114,7 @@ def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[Proces
             exit_status=process.exit.exit_status if process.exit else None,
             signal=process.exit.signal if process.exit else None,
             exception=process.exception,
+            handling=process.handling,
             flight_file=process.flight_file,
         )
         for process in attempt.find_processes(shown_ranks[:MAX_PROCESSES_SHOWN])

@@ -153,7 +153,7 @@ def _compare_process(expected: ExpectedVerdict, rank: int, incident: dict[str, A
         wanted = getattr(expected, key)
         if wanted is not None and process.get(key) != wanted:
             problems.append(f"rank {rank}'s {key} is {process.get(key)}, not {wanted}")
-    exception_type = (process.get("exception") or {}).get("type")
+    exception_type = (process.get("exception") or process.get("handling") or {}).get("type")
     if expected.exception is not None and exception_type != expected.exception:
         problems.append(f"rank {rank}'s exception is {exception_type}, not {expected.exception}")
     return problems

@@ -144,6 +144,7 @@ def _make_update(
         ended_s=view.exit_age_s,
         raised=raised,
         raised_s=raised_s,
+        handling=parse_exception(ring.handled_exception),
         dropped=ring.dropped,
         faults=view.faults + ring.faults,
         opened=ring.opened,
@@ -198,10 +199,10 @@ def _make_status_key(view: ProcessView, ring: RingSnapshot, now_ns: int) -> tupl
     """What is reported when it changes, besides the step. R counts as S, since they alternate."""
     state = "S" if view.state in "RSI" else view.state
     began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
-    exception = None if ring.exception is None else str(ring.exception)
+    exceptions = str((ring.exception, ring.handled_exception))
     return (
         view.exit, state, view.faults, ring is _NO_RING, ring.lifecycle, ring.phase, began_ms,
-        ring.phase_limit_s, ring.dropped, ring.faults, exception, view.flight_file,
+        ring.phase_limit_s, ring.dropped, ring.faults, exceptions, view.flight_file,
     )  # fmt: skip
 
 
@@ -386,7 +387,7 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
 
 
 def parse_exception(data: dict[str, Any] | None) -> ExceptionInfo | None:
-    """The exception that ended a rank; None if there is none, or it is malformed."""
+    """An exception of a rank; None if there is none, or it is malformed."""
     if not data or not data.get("type"):
         return None
     return ExceptionInfo(

@@ -15,8 +15,9 @@ import pytest
 from hangwatch.agent.node.stacks import sampler
 from hangwatch.agent.node.stacks.pyspy import PySpy, locate_pyspy
 from hangwatch.agent.node.system.processes import TICKS_PER_S
+from hangwatch.model.calls import Site
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.model.ranks import Frame, Lifecycle, ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import classify_activity
 from tests.simulation.scripted_job import ScriptedJob
@@ -755,3 +756,24 @@ def test_forked_child_stack_ends_at_fork() -> None:
         (USER_FRAME, born, Frame(function="Popen.__init__", file="x", line=1), USER_FRAME)
     ) == (USER_FRAME, born)
     assert sampler._drop_parent_frames((USER_FRAME,)) == (USER_FRAME,)
+
+
+@pytest.mark.parametrize("is_usual", [False, True])
+def test_exception_that_the_culprit_is_handling(is_usual: bool) -> None:
+    """A barrier in a finally clause keeps it from being seen. Ranks that all handle one, as where a
+    program runs in an except clause, do not differ in it.
+    """
+    job = ScriptedJob(3)
+    job.make_calls()
+    for rank in range(3):
+        job.make_call(rank, "barrier" if rank == 1 else "all_reduce")
+    job.advance_time(1.1)
+    job.send_heartbeats()
+    site = Site(file="train.py", line=12, function="read_batch")
+    for rank in range(3) if is_usual else (1,):
+        job.latest_attempt.processes[rank].handling = ExceptionInfo(
+            type="ValueError", message="7 columns", site=site
+        )
+    (verdict,) = job.run_diagnosis().verdicts
+    text = "Rank 1 is handling ValueError: 7 columns, raised at train.py:12 in read_batch: it is in"
+    assert verdict.culprits == (1,) and verdict.advice.startswith(text) != is_usual
