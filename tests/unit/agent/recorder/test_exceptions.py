@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +42,8 @@ class Recording:
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Iterator[Recording]:
-    yield Recording(tmp_path / "x.ring")
+def recording(tmp_path: Path) -> Recording:
+    return Recording(tmp_path / "x.ring")
 
 
 def read_row() -> None:
