@@ -10,14 +10,7 @@ from dataclasses import MISSING, dataclass, field
 from datetime import datetime
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    create_model,
-)
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from hangwatch.model.calls import Call

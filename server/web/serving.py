@@ -27,8 +27,7 @@ def serve_page(
     state: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
-    The template gets the values, and as ``link`` a function that builds the URL of the same view
-    with some parameters changed, at its first page.
+    In the template, ``link`` builds the URL of the same view with some parameters changed.
     """
     path = request.url.path
     kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
