@@ -45,7 +45,6 @@ _FAST_SCAN_INTERVAL_NS = 200_000_000  # used while processes start, or a ring fi
 _STARTUP_WINDOW_NS = 10_000_000_000  # more processes are expected for this long after a new one
 _FIRST_PROCESS_TIMEOUT_S = 5.0
 _STEADY_SCAN_INTERVAL_NS = 250_000_000  # between two scans of a steady host
-_MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 _NEVER_NS = 1 << 63
 # A change to any of these is reported immediately.
 _get_reported_words = operator.itemgetter(
@@ -322,7 +321,7 @@ class ProcessScanner:
         self._recorder_builder = recorder_builder
         self._linger_s = linger_s
         self.next_scan_ns = now_ns
-        self._last_read_ns = 0
+        self.last_read_ns = 0
         self._last_discovery_ns = now_ns
         self._last_alive_ns = now_ns
         self._had_live_process = False
@@ -341,7 +340,22 @@ class ProcessScanner:
         if discovered:
             self._last_discovery_ns = now_ns
         if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
-            self._read_processes(now_ns)
+            self._watchlist.read_processes(now_ns)
+            self.last_read_ns = now_ns
+            interval_ns = _SCAN_INTERVAL_NS
+            is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
+            if is_starting or any(process.is_flooded for process in watched):
+                interval_ns = _FAST_SCAN_INTERVAL_NS
+            self._next_read_ns = now_ns + interval_ns
+            self._watchlist.clean_up(now_ns)
+            for process in watched:
+                if process.snapshot is None:
+                    continue
+                is_known = process.exit is None and process.identity is not None
+                if is_known and not process.is_pyspy_probed:
+                    order = make_sample_order(process)
+                    process.is_pyspy_probed = self._sampler.submit_order(order)
+                self._recorder_builder.update_build(process.snapshot.identity)
         steady_scan_ns = now_ns + _STEADY_SCAN_INTERVAL_NS
         self.next_scan_ns = min(
             steady_scan_ns if self.is_steady else self._next_read_ns,
@@ -350,27 +364,6 @@ class ProcessScanner:
         if self._watchlist.has_alive:
             self._last_alive_ns = now_ns
             self._had_live_process = True
-
-    def _read_processes(self, now_ns: int) -> None:
-        self._watchlist.read_processes(now_ns)
-        self._last_read_ns = now_ns
-        interval_ns = _SCAN_INTERVAL_NS
-        is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
-        if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
-            interval_ns = _FAST_SCAN_INTERVAL_NS
-        self._next_read_ns = now_ns + interval_ns
-        self._watchlist.clean_up(now_ns)
-        for process in self._watchlist.watched.values():
-            if process.snapshot is None:
-                continue
-            is_known = process.exit is None and process.identity is not None
-            if is_known and not process.is_pyspy_probed:
-                process.is_pyspy_probed = self._sampler.submit_order(make_sample_order(process))
-            self._recorder_builder.update_build(process.snapshot.identity)
-
-    def is_reading_old(self, now_ns: int) -> bool:
-        """The last reading is too old to be sent."""
-        return now_ns - self._last_read_ns > _MAX_READING_AGE_NS
 
     def idle_s(self, now_ns: int) -> float:
         """How long no process has been alive."""

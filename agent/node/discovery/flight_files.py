@@ -50,11 +50,9 @@ class FlightFileReader:
     file: FlightFile | None = None
     _thread: threading.Thread | None = field(default=None, repr=False)
 
-    def has_unsent_file(self, acked_key: tuple[object, ...]) -> bool:
-        """The file is being read, or is not in what the server has acknowledged."""
-        if self._thread is not None and self._thread.is_alive():
-            return True
-        return self.file is not None and self.file not in acked_key
+    @property
+    def is_reading(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def start_reading(self, rank: int) -> None:
         """Reads the file of this rank, if there is one, in another thread."""

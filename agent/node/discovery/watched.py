@@ -10,7 +10,7 @@ import os
 import select
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hangwatch.model.calls import Call
@@ -70,6 +70,7 @@ class WatchedProcess:
     is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
+    _ring_inode: int = 0  # the file that the history is of
 
     def __post_init__(self) -> None:
         self.key = run_dir.format_process_key(self.pid, self.start_ticks)
@@ -85,7 +86,13 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
-            self.identity = read_identity(self.pid, self.start_ticks, self.launch)
+            with contextlib.suppress(OSError):  # the process has just ended
+                launch = self.launch
+                if launch is None:
+                    launch = identity.parse_environ(processes.read_environ(self.pid))
+                program = " ".join(processes.read_cmdline(self.pid))[:300]
+                data = {**asdict(launch), "program": program}
+                self.identity = parse_identity(data, pid=self.pid, start_ticks=self.start_ticks)
         if self.exit is not None:
             return
         # Calls that were made since the last reading show that the process runs.
@@ -98,9 +105,14 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
-        first_unread, known_count = self.history.first_unread, self.history.cursor
+        known_count = self.history.cursor
         try:
             self.reader = ring.refresh_reader(self.reader)
+            if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
+                self._ring_inode = self.reader.inode
+                self.history.rewind_cursor()
+                self.history.cursor = known_count = 0
+            first_unread = self.history.first_unread
             snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(first_unread)
             if any(index >= first_unread for index in delta.retracted):
@@ -186,8 +198,10 @@ class WatchedProcess:
     def has_unsent_flight_file(self) -> bool:
         """The Flight Recorder file is being read, or the server does not have it yet."""
         reader = self.flight_reader
+        if reader is None:
+            return False
         acked_key = self.acked.status_key if self.acked is not None else ()
-        return reader is not None and reader.has_unsent_file(acked_key)
+        return reader.is_reading or (reader.file is not None and reader.file not in acked_key)
 
     def compose_update(self, now_ns: int) -> ProcessUpdate | None:
         """The update that is due, if any."""
@@ -198,7 +212,21 @@ class WatchedProcess:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
-        view = self._make_view(self.identity, now_ns)
+        state = self.activity.state
+        if self.is_paused and state == "t":
+            state = "S"
+        view = updates.ProcessView(
+            key=self.key,
+            identity=self.identity,
+            snapshot=self.snapshot,
+            state=state,
+            idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
+            cpu_s=round(self.activity.cpu_s, 2),
+            exit=self.exit,
+            exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
+            faults=tuple(self.faults.values()),
+            flight_file=self.flight_reader.file if self.flight_reader else None,
+        )
         fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
@@ -216,23 +244,6 @@ class WatchedProcess:
                 raise
             self._record_unreadable(self.ring, error, now_ns)
             return None
-
-    def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
-        state = self.activity.state
-        if self.is_paused and state == "t":
-            state = "S"
-        return updates.ProcessView(
-            key=self.key,
-            identity=identity,
-            snapshot=self.snapshot,
-            state=state,
-            idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
-            cpu_s=round(self.activity.cpu_s, 2),
-            exit=self.exit,
-            exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
-            faults=tuple(self.faults.values()),
-            flight_file=self.flight_reader.file if self.flight_reader else None,
-        )
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""
@@ -323,7 +334,9 @@ def watch_process(
 def parse_identity(
     data: Mapping[str, Any], *, pid: int, start_ticks: int
 ) -> ProcessIdentity | None:
-    """The identity in a ring, without age; None while the rank is unknown. Raises ValueError."""
+    """The identity in a ring, or one with the fields of a `LaunchInfo`, without age; None while the
+    rank is unknown. Raises ValueError.
+    """
     if data.get("rank") is None:
         return None
     try:
@@ -344,30 +357,6 @@ def parse_identity(
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"malformed identity: {error!r}") from error
-
-
-def read_identity(pid: int, start_ticks: int, launch: LaunchInfo | None) -> ProcessIdentity | None:
-    """The identity of a process by its environment, or by ``launch``; None if it is not a rank."""
-    try:
-        if launch is None:
-            launch = identity.parse_environ(processes.read_environ(pid))
-        program = " ".join(processes.read_cmdline(pid))[:300]
-    except OSError:
-        return None
-    if launch.rank is None:
-        return None
-    return ProcessIdentity(
-        job=launch.job,
-        restart=launch.restart,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        pid=pid,
-        start_ticks=start_ticks,
-        program=program,
-        on_hang=launch.on_hang,
-        started_s=processes.measure_age_s(start_ticks),
-    )
 
 
 def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PROC_ROOT) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from ..system.processes import list_cgroups
-from .host import Host, SourceUnavailableError, list_names, observe, read_text
+from ..system.processes import list_cgroups, read_text
+from .host import Host, SourceUnavailableError, list_names, observe
 
 CGROUPS = "cgroup"
 PRESSURE = "pressure"

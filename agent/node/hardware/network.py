@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, observe, read_counters, read_text
+from ..system.processes import read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_counters
 
 INFINIBAND = "infiniband"
 INTERFACES = "network"

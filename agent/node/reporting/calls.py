@@ -126,7 +126,14 @@ class ProcessTally:
                 state = states_by_uid.get(uid)
                 if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
                     continue
-                stream = self._streams[uid] = _make_stream_tally(state, record[SEQ])
+                member_count = max(1, len(state.group.ranks))
+                sample_count = 0
+                if state.kind is StreamKind.COLLECTIVE and member_count > 1:
+                    sample_count = next(
+                        n for most, n in SAMPLES_BY_GROUP_SIZE if member_count <= most
+                    )
+                stream = _StreamTally(sample_count, member_count, last_seq=record[SEQ] - 1)
+                self._streams[uid] = stream
             self._add_record(record, stream, reader)
 
     def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
@@ -151,7 +158,16 @@ class ProcessTally:
             since_previous_us = max(-1, (entered_ns - stream.last_ns) // 1000)
         stream.last_seq = max(stream.last_seq, seq)
         stream.last_ns = entered_ns
-        shape = self._find_shape(stream.member_count, signature, size, reader)
+        shape_key = stream.member_count, signature, size
+        shape = self._shapes.get(shape_key)
+        if shape is None:
+            if len(self._shapes) >= _MAX_CALL_SHAPES:
+                self._shapes.clear()
+            decoded = reader.read_signature(signature)
+            size_bytes = full_size(decoded.op, size, stream.member_count)
+            totals_key = decoded.op, size_class(size_bytes)
+            shape = _CallShape(decoded.op, size_bytes, is_even_split(decoded), totals_key)
+            self._shapes[shape_key] = shape
         totals = stream.totals_by_class[shape.totals_key]
         totals.call_count += 1
         totals.total_bytes += shape.size_bytes
@@ -169,21 +185,6 @@ class ProcessTally:
                         del stream.samples[kept_seq]
         if level >= MIN_TIMED_LEVEL:
             self._record_duration(record, shape)
-
-    def _find_shape(
-        self, member_count: int, signature_number: int, recorded_bytes: int, reader: RingReader
-    ) -> _CallShape:
-        key = (member_count, signature_number, recorded_bytes)
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MAX_CALL_SHAPES:
-                self._shapes.clear()
-            signature = reader.read_signature(signature_number)
-            size_bytes = full_size(signature.op, recorded_bytes, member_count)
-            totals_key = signature.op, size_class(size_bytes)
-            shape = _CallShape(signature.op, size_bytes, is_even_split(signature), totals_key)
-            self._shapes[key] = shape
-        return shape
 
     def _record_duration(self, record: Record, shape: _CallShape) -> None:
         if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
@@ -216,46 +217,30 @@ class ProcessTally:
                 )
                 for (op, size), kept in stream.totals_by_class.items()
             ]
+            # Calls from the first one on whose duration may still become known are kept for the
+            # next report. Earlier ones are compared, or dropped if they are not chosen.
+            end_seq = stream.last_seq + 1
+            for record, shape in self._unfinished.values():
+                if record[UID] != uid or shape.op not in stream.timed_ops:
+                    continue
+                is_recent = stream.last_seq - record[SEQ] < _MAX_LATER_CALLS
+                if is_recent and stream.last_ns - record[ENTERED_NS] < _MAX_DURATION_WAIT_NS:
+                    end_seq = min(end_seq, record[SEQ])
+            ready = sorted(seq for seq in stream.samples if seq < end_seq)
+            chosen = sample_calls(ready, stream.samples_per_report)
             part = heartbeat.StreamPerformance(
                 key=key,
                 uid=uid,
                 totals=tuple(totals),
-                samples=self._take_samples(uid, stream),
+                samples=tuple([stream.samples[seq] for seq in chosen]),
                 missed=stream.missed_count,
             )
             parts.append(part)
+            for seq in ready:
+                del stream.samples[seq]
             stream.totals_by_class.clear()
-            stream.missed_count = 0
+            stream.thinning_level = stream.missed_count = 0
         return parts
-
-    def _take_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
-        """Takes the calls to compare, and drops those that were not chosen. Calls from the first
-        one on whose duration may still become known are kept for the next report.
-        """
-        end_seq = stream.last_seq + 1
-        for record, shape in self._unfinished.values():
-            if record[UID] != uid or shape.op not in stream.timed_ops:
-                continue
-            is_recent = stream.last_seq - record[SEQ] < _MAX_LATER_CALLS
-            if is_recent and stream.last_ns - record[ENTERED_NS] < _MAX_DURATION_WAIT_NS:
-                end_seq = min(end_seq, record[SEQ])
-        ready = sorted(seq for seq in stream.samples if seq < end_seq)
-        chosen = sample_calls(ready, stream.samples_per_report)
-        samples = tuple([stream.samples[seq] for seq in chosen])
-        for seq in ready:
-            del stream.samples[seq]
-        stream.thinning_level = 0
-        return samples
-
-
-def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
-    member_count = max(1, len(state.group.ranks))
-    samples_per_report = 0
-    if state.kind is StreamKind.COLLECTIVE and member_count > 1:
-        samples_per_report = next(
-            count for members, count in SAMPLES_BY_GROUP_SIZE if member_count <= members
-        )
-    return _StreamTally(samples_per_report, member_count, last_seq=first_seq - 1)
 
 
 @dataclass(slots=True)

@@ -246,9 +246,17 @@ def _compose_stream_update(
         blocked_calls, last_blocked_seq = last_calls, state.entered
     else:
         blocked_calls, last_blocked_seq = _find_blocked_calls(state, before, fetch_calls)
+    # The last call of one thread and the first concurrent call of another
     shared: tuple[Call, ...] = ()
-    if not before.is_concurrency_reported:
-        shared = _find_concurrent_calls(state, history, fetch_calls)
+    concurrent_seq = history.first_concurrent.get(state.uid)
+    if concurrent_seq is not None and not before.is_concurrency_reported:
+        first = max(1, concurrent_seq - MAX_BLOCKED_CALLS)
+        calls = fetch_calls(state.uid, first, history.cursor)
+        concurrent = next((call for call in calls if call.seq == concurrent_seq), None)
+        if concurrent is not None:
+            earlier = [call for call in calls if call.seq < concurrent_seq]
+            others = [call for call in earlier if call.thread != concurrent.thread]
+            shared = (others[-1], concurrent) if others else ()
     is_compared = state.peer is None  # point-to-point calls differ between ranks
     after_ack = AckedStream(
         entered=state.entered,
@@ -277,21 +285,6 @@ def _compose_stream_update(
         shared=shared,
     )
     return update, after_ack
-
-
-def _find_concurrent_calls(
-    state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
-) -> tuple[Call, ...]:
-    """The last call of one thread and the first concurrent call of another; otherwise empty."""
-    seq = history.first_concurrent.get(state.uid)
-    if seq is None:
-        return ()
-    calls = fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
-    concurrent = next((call for call in calls if call.seq == seq), None)
-    if concurrent is None:
-        return ()
-    others = [call for call in calls if call.seq < seq and call.thread != concurrent.thread]
-    return (others[-1], concurrent) if others else ()
 
 
 def _find_blocked_calls(

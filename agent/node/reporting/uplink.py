@@ -33,7 +33,7 @@ from hangwatch.protocol.heartbeat import (
     get_family,
 )
 
-from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
+from ...transport.client import ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
 
 # Fields that hold stacks, call sites or arguments of calls.
@@ -168,8 +168,12 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         answered_s = time.monotonic()
         status = response.status
         if status // 100 != 2:
+            detail = ""
+            if "problem+json" in response.get_header("Content-Type"):  # RFC 9457
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    detail = str(response.parse_json()["detail"])[:300]
             return HeartbeatOutcome(
-                problem=explain_status(status, str(self.target), read_problem_detail(response)),
+                problem=explain_status(status, str(self.target), detail),
                 is_refused=status in (400, 413, 422),
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
                 retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
@@ -205,16 +209,6 @@ def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]
 def parse_retry_after_s(header: str) -> float:
     """The seconds in a Retry-After header, limited; 0 if it is not a number."""
     return min(float(header), _MAX_RETRY_AFTER_S) if header.isdecimal() else 0.0
-
-
-def read_problem_detail(response: Reply) -> str:
-    """The detail of a problem document (RFC 9457); empty if the response is not one."""
-    if "problem+json" not in response.get_header("Content-Type"):
-        return ""
-    try:
-        return str(response.parse_json()["detail"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def explain_status(status: int, target: str, detail: str = "") -> str:

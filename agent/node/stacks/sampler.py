@@ -42,9 +42,7 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = (
-    8  # frames of each thread that get their source text, besides one of user code
-)
+MAX_INNERMOST_FRAMES = 8  # those of a thread that get their source text, besides one of user code
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
@@ -92,14 +90,12 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._preempt_recording = preempt_recording
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
-    def execute_order(self, order: SampleOrder) -> SampleResult:
-        return self._dump_stacks(order) if order.request_id else self._probe_access(order)
-
     def explain_failure(self, order: SampleOrder, error: str) -> SampleResult | None:
+        if not order.request_id:
+            return None
         problem = f"hangwatch failed to take stacks: {error}; please report this"
         failed = replace(_make_reply(order), error=problem)
-        result = SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
-        return result if order.request_id else None
+        return SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries py-spy without a pause, to know of a refusal before stacks are needed."""
@@ -119,8 +115,10 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
             refusal = str(error) if error.is_permanent else None
         return SampleResult(key=order.key, refusal=refusal)
 
-    def _dump_stacks(self, order: SampleOrder) -> SampleResult:
+    def execute_order(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
+        if not order.request_id:
+            return self._probe_access(order)
         self._preempt_recording(order.key)
         reply = _make_reply(order)
         taken_ns = time.monotonic_ns()
