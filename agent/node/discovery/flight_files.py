@@ -19,6 +19,7 @@ from hangwatch.flight_recorder.calls import find_unfinished_calls
 from hangwatch.model.incidents import FlightFile
 
 from ..system import processes
+from ..system.runtime import describe_error
 
 MAX_FILE_BYTES = 16 << 20
 _PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -65,7 +66,7 @@ class FlightFileReader:
         for prefix in self.prefixes:
             path = f"{prefix}{rank}"
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
                 continue
             with open(fd, "rb") as opened:
@@ -74,16 +75,16 @@ class FlightFileReader:
                 if not is_own or status.st_mtime < self.started_at - _CLOCK_SLACK_S:
                     continue
                 if status.st_size > MAX_FILE_BYTES:
-                    error_text = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
-                    self.file = FlightFile(path=path, error=error_text)
+                    reason = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
+                    self.file = FlightFile(path=path, error=reason)
                     return
                 content = opened.read(MAX_FILE_BYTES)
             try:
                 calls = find_unfinished_calls(pickles.safe_loads(content), status.st_mtime_ns)
                 self.file = FlightFile(path=path, calls=calls)
             except Exception as error:  # whatever is wrong with a file, its process is reported
-                error_text = f"not readable: {type(error).__name__}: {error}"[:200]
-                self.file = FlightFile(path=path, error=error_text)
+                reason = f"not readable: {describe_error(error)}"[:200]
+                self.file = FlightFile(path=path, error=reason)
             return
 
 

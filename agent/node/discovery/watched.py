@@ -28,6 +28,7 @@ from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.calls import CallLog, ProcessTally
 from ..system import processes
 from ..system.processes import CpuActivity
+from ..system.runtime import describe_error
 from . import rings
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
@@ -140,9 +141,8 @@ class WatchedProcess:
         try:
             self.tally.add_records(new_records, snapshot.streams, self.reader)
         except Exception as error:  # the state of the process is reported all the same
-            self.faults["performance"] = (
-                f"the performance of its calls is not reported: {type(error).__name__}: {error}"
-            )
+            problem = f"the performance of its calls is not reported: {describe_error(error)}"
+            self.faults["performance"] = problem
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
         self.reader = None
@@ -154,7 +154,7 @@ class WatchedProcess:
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         else:
-            reason = f"corrupt: {type(error).__name__}: {error}"
+            reason = f"corrupt: {describe_error(error)}"
         self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
     def update_unrecorded(self, now_ns: int) -> None:

@@ -45,9 +45,7 @@ class Host:
         /dev/kmsg are mounted; the ranks' processes are in the container's own /proc all the same.
         """
         root = Path(environ.get(HOST_ROOT_VARIABLE) or "/")
-        return cls(
-            sys=root / "sys", kernel_log=root / "dev" / "kmsg", environ=dict(environ), pids=pids
-        )
+        return cls(sys=root / "sys", kernel_log=root / "dev/kmsg", environ=dict(environ), pids=pids)
 
 
 def observe(

@@ -93,7 +93,7 @@ def probe(host: Host) -> tuple[Observation, ...]:
     """The newest messages that explain hangs. Raises SourceUnavailableError without the log."""
     path, log = host.kernel_log, b""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(fd, "rb", buffering=0) as records:
             while len(log) < _MAX_LOG_BYTES:
                 try:

@@ -61,14 +61,14 @@ _ROUTE_UP = 0x1  # RTF_UP
 
 def check_infiniband(host: Host) -> None:
     """Raises SourceUnavailableError if there is no adapter."""
-    if not list_names(host.sys / "class" / "infiniband"):
+    if not list_names(host.sys / "class/infiniband"):
         raise SourceUnavailableError("this host has no InfiniBand or RoCE adapter")
 
 
 def probe_infiniband(host: Host) -> Iterator[Observation]:
     """The ports of all adapters. Raises SourceUnavailableError if there are none."""
     check_infiniband(host)
-    for port in sorted((host.sys / "class" / "infiniband").glob("*/ports/*")):
+    for port in sorted((host.sys / "class/infiniband").glob("*/ports/*")):
         about = f"{port.parts[-3]}/{port.name}"
         # Only a change of state means something, since the job uses no port that was down before it.
         for what in ("state", "phys_state"):
@@ -86,20 +86,20 @@ def probe_infiniband(host: Host) -> Iterator[Observation]:
 
 def probe_interfaces(host: Host) -> Iterator[Observation]:
     """The job's interfaces, and TCP. Raises SourceUnavailableError without /sys/class/net."""
-    names = list_names(host.sys / "class" / "net")
+    names = list_names(host.sys / "class/net")
     if not names:
         raise SourceUnavailableError(
             "/sys/class/net cannot be read", "mount /sys into the container"
         )
     # A line of names and a line of values for each protocol
-    lines = read_text(host.proc / "net" / "snmp").splitlines()
-    lines += read_text(host.proc / "net" / "netstat").splitlines()
+    lines = read_text(host.proc / "net/snmp").splitlines()
+    lines += read_text(host.proc / "net/netstat").splitlines()
     for names_line, values_line in zip(lines[::2], lines[1::2], strict=False):
         for name, value in zip(names_line.split(), values_line.split(), strict=False):
             if name in _TCP_COUNTERS:
                 yield observe(INTERFACES, "TCP", name, int(value), is_counter=True)
     for name in choose_interfaces(host, names):
-        folder = host.sys / "class" / "net" / name
+        folder = host.sys / "class/net" / name
         state = read_text(folder / "operstate")
         if state and state != "unknown":  # loopback and tunnels
             yield observe(INTERFACES, name, "state", state, Weight.FAULT)
@@ -117,7 +117,7 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
     routed = _find_route(host.proc, host.environ.get("MASTER_ADDR", ""))
     if routed in names and routed != "lo":
         return [routed]
-    folder = host.sys / "class" / "net"
+    folder = host.sys / "class/net"
     return [
         name for name in names if name != "lo" and read_text(folder / name / "operstate") == "up"
     ]
@@ -150,7 +150,7 @@ def _find_route(proc: Path, address: str) -> str:
     except OSError:  # the address is a name, and to resolve it could block
         return ""
     best_mask, best_name = -1, ""
-    for line in read_text(proc / "net" / "route").splitlines()[1:]:
+    for line in read_text(proc / "net/route").splitlines()[1:]:
         fields = line.split()
         if len(fields) < 8:
             continue

@@ -46,6 +46,11 @@ class RecordingOrder:
     pid: int
     start_ticks: int
 
+    @property
+    def reply(self) -> RecordingReply:
+        """A reply without content."""
+        return RecordingReply(key=self.command.key, request=self.command.id)
+
 
 class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
     """The thread that runs one py-spy at a time."""
@@ -89,24 +94,23 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
 
     def execute_order(self, order: RecordingOrder) -> RecordingReply | None:
         """Returns the last reply to an order, after a first one that it has begun."""
-        reply = RecordingReply(key=order.command.key, request=order.command.id)
         self._stop_reason = ""
         self._current = order
         try:
             if self._closed:
                 return None
             if order.command.id in self._cancelled_request_ids:
-                return replace(reply, error=f"{STOPPED_REASON} before it began")
-            self.publish_result(replace(reply, begun=True))
+                return replace(order.reply, error=f"{STOPPED_REASON} before it began")
+            self.publish_result(replace(order.reply, begun=True))
             return record_profile(self._pyspy, order, lambda: self._stop_reason)
         except PySpyError as error:
-            return replace(reply, error=str(error))
+            return replace(order.reply, error=str(error))
         finally:
             self._current = None
 
     def explain_failure(self, order: RecordingOrder, error: str) -> RecordingReply:
         problem = f"hangwatch failed to record: {error}; please report this"
-        return RecordingReply(key=order.command.key, request=order.command.id, error=problem)
+        return replace(order.reply, error=problem)
 
 
 def record_profile(
@@ -244,10 +248,5 @@ def _read_recording(
             f"only {sample_count} of {requested_count} samples were taken: the host is busy, or"
             " stacks changed while they were read"
         )
-    return RecordingReply(
-        key=command.key,
-        request=command.id,
-        seconds=round(seconds, 2),
-        profile=pack_profile(profile),
-        note=note,
-    )
+    profile_text = pack_profile(profile)
+    return replace(order.reply, seconds=round(seconds, 2), profile=profile_text, note=note)

@@ -143,8 +143,7 @@ class PySpy:
             raise self.explain_start_failure(error) from error
         if done.returncode:
             raise explain_failure(done.stderr.decode(errors="replace"), self.proc)
-        stacks = parse_dump(done.stdout)
-        return tuple(processes.add_cpu_times(stack, pid, self.proc) for stack in stacks)
+        return processes.add_cpu_times(parse_dump(done.stdout), pid, self.proc)
 
     def require_path(self) -> str:
         """The path of py-spy. Raises PySpyError if it is not installed."""

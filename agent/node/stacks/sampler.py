@@ -362,7 +362,7 @@ def _read_lines(file: str, pid: int, proc: str) -> list[str]:
     # Without ptrace permission, the process's root cannot be read.
     for path in (f"{proc}/{pid}/{folder}{file}", file):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             continue
         with os.fdopen(fd, "rb") as opened:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -80,19 +80,22 @@ def read_schedstat(pid: int, thread: int, proc: str) -> SchedStat:
     return SchedStat(*map(int, line.split()[:3]))
 
 
-def add_cpu_times(stack: ThreadStack, pid: int, proc: str) -> ThreadStack:
-    """The stack with the CPU time of its thread, if its id is known and it has not ended."""
-    try:
-        ticks = read_thread_stat(pid, stack.tid or 0, proc).cpu_ticks
-    except (OSError, ValueError):
-        return stack
-    ready_ns = read_schedstat(pid, stack.tid or 0, proc).ready_ns
-    return replace(stack, cpu_s=ticks / TICKS_PER_S, ready_s=ready_ns / 1e9)
+def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> tuple[ThreadStack, ...]:
+    """The stacks with the CPU times of the threads whose ids are known and that have not ended."""
+    timed: list[ThreadStack] = []
+    for stack in stacks:
+        tid = stack.tid or 0
+        with contextlib.suppress(OSError, ValueError):
+            cpu_s = read_thread_stat(pid, tid, proc).cpu_ticks / TICKS_PER_S
+            ready_s = read_schedstat(pid, tid, proc).ready_ns / 1e9
+            stack = replace(stack, cpu_s=cpu_s, ready_s=ready_s)
+        timed.append(stack)
+    return tuple(timed)
 
 
 def _read_line(path: str) -> bytes:
     """Reads a file of one line by system calls, since it is done several times a second per rank."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)
     finally:
