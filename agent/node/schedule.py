@@ -2,10 +2,9 @@
 when its set of blocked ranks or one of its processes changes.
 
 A steady host, whose ranks make calls or compute and have not been in a call for long, is read and
-reported less often, since reading and reporting twice a second takes a node agent twice the CPU
-time. `SteadinessCheck` samples each rank instead, which takes microseconds, and reads its whole ring
-only where the process stopped making calls. The end of steadiness is reported immediately. What only
-/proc or a whole ring shows is found when the host is next read.
+reported less often, which halves the CPU time of its node agent. `SteadinessCheck` samples each rank
+instead, in microseconds, and reads its whole ring only where the process stopped making calls. The
+end of steadiness is reported immediately; what only /proc or a whole ring shows, at the next reading.
 
 Where the interval is long because hosts are many, not every host that blocks reports immediately:
 100,000 ranks may block at the same moment. `find_changes` gives the changes that only this host can
@@ -61,8 +60,6 @@ _get_reported_words = operator.itemgetter(
 
 
 class _GroupCreation(NamedTuple):
-    """A process has created this many groups in one world."""
-
     process_key: str
     setup_uid: int  # the stream of set-up calls
     group_count: int
@@ -85,7 +82,7 @@ class ReportSchedule:
 
     @property
     def is_infrequent(self) -> bool:
-        """The heartbeats of this host are infrequent, so that changes are reported between them."""
+        """Heartbeats are infrequent, so that changes are reported between them."""
         return self._reported_changes is not None
 
     def is_due(self, now_ns: int, *, may_hasten: bool) -> bool:
@@ -204,8 +201,6 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
 
 @dataclass(slots=True)
 class _ProcessSample:
-    """The last sample of a process."""
-
     reported_words: tuple[int, ...] = ()
     record_count: int = 0
     is_between_calls: bool = False  # all calls up to then are complete

@@ -112,8 +112,19 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
     else all that are up. Loopback is among them only if a variable selects it.
     """
     for variable in _VARIABLES:
-        if chosen := _select_names(host.environ.get(variable, ""), names):
-            return chosen
+        # NCCL's notation: prefixes separated by commas, after "^" those to leave out, after "=" exact
+        # names.
+        selection = host.environ.get(variable, "")
+        prefixes = selection.removeprefix("^").removeprefix("=").split(",")
+        parts = tuple(part.partition(":")[0] for part in prefixes if part)
+        if selection.removeprefix("^").startswith("="):
+            selected = [name for name in names if name in parts]
+        else:
+            selected = [name for name in names if name.startswith(parts)]
+        if parts and selection.startswith("^"):
+            selected = [name for name in names if name not in selected and name != "lo"]
+        if selected:
+            return selected
     routed = _find_route(host.proc, host.environ.get("MASTER_ADDR", ""))
     if routed in names and routed != "lo":
         return [routed]
@@ -121,26 +132,6 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
     return [
         name for name in names if name != "lo" and read_text(folder / name / "operstate") == "up"
     ]
-
-
-def _select_names(selection: str, names: list[str]) -> list[str]:
-    """The names that match a selection in NCCL's notation: prefixes separated by commas, after "^"
-    those to leave out, after "=" exact names.
-    """
-    inverts = selection.startswith("^")
-    selection = selection.removeprefix("^")
-    is_exact = selection.startswith("=")
-    listed = selection.removeprefix("=").split(",")
-    parts = tuple(part.partition(":")[0] for part in listed if part)
-    if not parts:
-        return []
-    if is_exact:
-        selected = [name for name in names if name in parts]
-    else:
-        selected = [name for name in names if name.startswith(parts)]
-    if not inverts:
-        return selected
-    return [name for name in names if name not in selected and name != "lo"]
 
 
 def _find_route(proc: Path, address: str) -> str:

@@ -14,7 +14,7 @@ from hangwatch.protocol.heartbeat import NonfiniteReport, ProcessIdentity
 from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
-from hangwatch.ring.parts import THREAD, DeviceEntry
+from hangwatch.ring.parts import THREAD, DeviceEntry, compute_age_s
 from hangwatch.ring.reader import RingDelta, RingReader, RingSnapshot, StreamState
 from hangwatch.ring.sampling import thin_checks
 
@@ -115,7 +115,7 @@ class CheckHistory:
                     scaled=bool(entry.flags & CheckFlag.SCALED),
                     first=entry.first,
                     rounds=entry.rounds,
-                    at_s=round(max(0, now_ns - entry.entered_ns) / 1e9, 4),
+                    at_s=round(compute_age_s(now_ns, entry.entered_ns), 4),
                     call=call,
                 )
                 nonfinite.append(report)

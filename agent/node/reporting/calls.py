@@ -24,7 +24,16 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import DONE_NS, ENTERED_NS, FLAGS, SEQ, STAMP, UID, Record
+from hangwatch.ring.parts import (
+    DONE_NS,
+    ENTERED_NS,
+    FLAGS,
+    SEQ,
+    STAMP,
+    UID,
+    Record,
+    compute_age_s,
+)
 from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 
@@ -72,8 +81,6 @@ class _CallShape:
 
 @dataclass(slots=True)
 class _SizeClassTotals:
-    """The calls of one operation and size class since the last report."""
-
     call_count: int = 0
     total_bytes: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
@@ -81,8 +88,6 @@ class _SizeClassTotals:
 
 @dataclass(slots=True)
 class _StreamTally:
-    """The calls of one stream since the last report."""
-
     samples_per_report: int  # calls that are compared in a report; 0: none, as it has no peers
     member_count: int
     last_seq: int  # the newest call that was read
@@ -336,7 +341,7 @@ class CallLog:
                     signature,
                     site,
                     chain=chain,
-                    entered_s=max(0, now_ns - entered_ns) / 1e9,
+                    entered_s=compute_age_s(now_ns, entered_ns),
                     thread=thread,
                     raised=bool(flags & _RAISED_FLAG),
                 )

@@ -25,7 +25,7 @@ from hangwatch.protocol.heartbeat import (
     StreamUpdate,
 )
 from hangwatch.ring.layout import DeviceStatusState
-from hangwatch.ring.parts import DeviceEntry, parse_site
+from hangwatch.ring.parts import DeviceEntry, compute_age_s, parse_site
 from hangwatch.ring.reader import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
@@ -128,7 +128,7 @@ def _make_update(
     raised_ns = (ring.exception or {}).get("at_ns")
     raised_s = 0.0
     if raised is not None and isinstance(raised_ns, int):
-        raised_s = max(0, now_ns - raised_ns) / 1e9
+        raised_s = compute_age_s(now_ns, raised_ns)
     return ProcessUpdate(
         key=view.key,
         lifecycle=ring.lifecycle,
@@ -353,7 +353,7 @@ def _compose_device_statuses(
             enqueued=entry.enqueued,
             started=entry.started,
             completed=entry.completed,
-            read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
+            read_s=round(compute_age_s(now_ns, entry.read_ns), 3),
         )
         statuses.append(status)
     return tuple(statuses), after

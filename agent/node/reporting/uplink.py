@@ -32,6 +32,7 @@ from hangwatch.protocol.heartbeat import (
     StackReply,
     get_family,
 )
+from hangwatch.ring.parts import compute_age_s
 
 from ...transport.client import ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
@@ -334,7 +335,7 @@ class Outbox:
             replies: list[CommandReply] = []
             for reply, taken_ns in kept:
                 if isinstance(reply, StackReply | HardwareReply):
-                    reply = replace(reply, taken_s=max(0, now_ns - taken_ns) / 1e9)
+                    reply = replace(reply, taken_s=compute_age_s(now_ns, taken_ns))
                 replies.append(reply)
             pending[name] = tuple(replies)
         for number, recording in enumerate(pending["recordings"], 1):

@@ -40,8 +40,6 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOrder:
-    """A command to record a process, and the process."""
-
     command: Command
     pid: int
     start_ticks: int

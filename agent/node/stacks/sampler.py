@@ -161,13 +161,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 
 
 def _make_reply(order: SampleOrder) -> StackReply:
-    """The reply to an order, without stacks."""
-    return StackReply(
-        key=order.key,
-        request=order.request_id,
-        source="py-spy",
-        native=order.native,
-    )
+    return StackReply(key=order.key, request=order.request_id, source="py-spy", native=order.native)
 
 
 def collect_child_stacks(
