@@ -177,7 +177,8 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
             changes.add((process.key, "shared", uid))
         pending = [s for s in ring.active_streams if (s.pending_s or 0.0) >= MIN_WAIT_S]
         if pending:
-            blocked.append((process, max(pending, key=lambda stream: stream.pending_s or 0.0)))
+            oldest = max(pending, key=lambda stream: stream.pending_s or 0.0)
+            blocked.append((process, oldest))
     calls = tuple(
         (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
         for process, stream in blocked
@@ -226,9 +227,11 @@ class SteadinessCheck:
         for process in watched:
             if process.exit is not None and process.exit_acked_ns:
                 continue
-            sample = samples[process.key] = self._samples.get(process.key) or _ProcessSample()
+            sample = self._samples.get(process.key) or _ProcessSample()
+            samples[process.key] = sample
             quiet_until_ns = _find_end_of_quiet(process, sample, now_ns)
-            was_quiet, sample.is_quiet = sample.is_quiet, quiet_until_ns > now_ns
+            was_quiet = sample.is_quiet
+            sample.is_quiet = quiet_until_ns > now_ns
             has_urgent_changes |= was_quiet and not sample.is_quiet
             if sample.is_quiet:
                 next_block_ns = min(next_block_ns, quiet_until_ns)
@@ -342,7 +345,6 @@ class ProcessScanner:
             if is_starting or any(process.is_flooded for process in watched):
                 interval_ns = _FAST_SCAN_INTERVAL_NS
             self._next_read_ns = now_ns + interval_ns
-            self._watchlist.clean_up(now_ns)
             for process in watched:
                 if process.snapshot is None:
                     continue

@@ -49,18 +49,14 @@ class FlightFileReader:
     uid: int
     started_at: float  # seconds since the epoch
     file: FlightFile | None = None
-    _thread: threading.Thread | None = field(default=None, repr=False)
-
-    @property
-    def is_reading(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    thread: threading.Thread | None = field(default=None, repr=False)  # reads it
 
     def start_reading(self, rank: int) -> None:
         """Reads the file of this rank, if there is one, in another thread."""
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self.read_file, args=(rank,), name="flight-file", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def read_file(self, rank: int) -> None:
         for prefix in self.prefixes:

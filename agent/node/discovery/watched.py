@@ -200,8 +200,10 @@ class WatchedProcess:
         reader = self.flight_reader
         if reader is None:
             return False
+        if reader.thread is not None and reader.thread.is_alive():
+            return True
         acked_key = self.acked.status_key if self.acked is not None else ()
-        return reader.is_reading or (reader.file is not None and reader.file not in acked_key)
+        return reader.file is not None and reader.file not in acked_key
 
     def compose_update(self, now_ns: int) -> ProcessUpdate | None:
         """The update that is due, if any."""

@@ -85,7 +85,9 @@ class Watchlist:
         return [process for process in new_processes if process.key in self.watched]
 
     def read_processes(self, now_ns: int) -> None:
-        """Reads all live processes, and drops wrappers."""
+        """Reads all live processes, and drops wrappers. Removes the files of processes whose exit the
+        server knows, and later drops these processes.
+        """
         for process in self.watched.values():
             if process.exit is not None:
                 continue
@@ -95,16 +97,6 @@ class Watchlist:
             if process.pidfd is None and process.has_ended():
                 self.record_exit(process, now_ns)
         self._record_ranks()
-
-    def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
-        """Records that a process has ended, and stops waiting for its end."""
-        if process.pidfd is not None:
-            self.selector.unregister(process.pidfd)
-        process.record_exit(now_ns)
-        self.on_exit()
-
-    def clean_up(self, now_ns: int) -> None:
-        """Removes the files of processes whose exit the server knows, and later drops the processes."""
         for process in list(self.watched.values()):
             if process.exit is None:
                 continue
@@ -117,6 +109,13 @@ class Watchlist:
             if process.exit_acked_ns and now_ns - process.exit_acked_ns > _KEEP_ENDED_NS:
                 self._drop_process(process)
                 self.finished_keys.append(process.key)
+
+    def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
+        """Records that a process has ended, and stops waiting for its end."""
+        if process.pidfd is not None:
+            self.selector.unregister(process.pidfd)
+        process.record_exit(now_ns)
+        self.on_exit()
 
     def close(self) -> None:
         """Removes the files of all processes, reported or not, if none is alive any more."""

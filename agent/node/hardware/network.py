@@ -6,10 +6,10 @@ port's counters are those of Documentation/ABI/stable/sysfs-class-infiniband and
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
@@ -125,28 +125,20 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
             selected = [name for name in names if name not in selected and name != "lo"]
         if selected:
             return selected
-    routed = _find_route(host.proc, host.environ.get("MASTER_ADDR", ""))
+    longest, routed = -1, ""
+    with contextlib.suppress(OSError):  # the address is a name, and to resolve it could block
+        (target,) = struct.unpack("<I", socket.inet_aton(host.environ.get("MASTER_ADDR", "")))
+        for line in read_text(host.proc / "net/route").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) < 8:
+                continue
+            network, flags, mask = (int(fields[column], 16) for column in (1, 3, 7))
+            length = mask.bit_count()
+            if flags & _ROUTE_UP and target & mask == network and length > longest:
+                longest, routed = length, fields[0]
     if routed in names and routed != "lo":
         return [routed]
     folder = host.sys / "class/net"
     return [
         name for name in names if name != "lo" and read_text(folder / name / "operstate") == "up"
     ]
-
-
-def _find_route(proc: Path, address: str) -> str:
-    """The interface on the route to an IPv4 address, by /proc/net/route; empty if it is not known."""
-    try:
-        (target,) = struct.unpack("<I", socket.inet_aton(address))
-    except OSError:  # the address is a name, and to resolve it could block
-        return ""
-    best_mask, best_name = -1, ""
-    for line in read_text(proc / "net/route").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) < 8:
-            continue
-        network, flags, mask = (int(fields[column], 16) for column in (1, 3, 7))
-        length = mask.bit_count()
-        if flags & _ROUTE_UP and target & mask == network and length > best_mask:
-            best_mask, best_name = length, fields[0]
-    return best_name

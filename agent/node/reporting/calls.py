@@ -127,7 +127,6 @@ class ProcessTally:
             if stream is None:
                 if states_by_uid is None:
                     states_by_uid = {state.uid: state for state in states}
-                    self._forget_closed_streams(states_by_uid)
                 state = states_by_uid.get(uid)
                 if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
                     continue
@@ -140,9 +139,9 @@ class ProcessTally:
                 stream = _StreamTally(sample_count, member_count, last_seq=record[SEQ] - 1)
                 self._streams[uid] = stream
             self._add_record(record, stream, reader)
-
-    def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
-        """Drops the streams that are closed and reported, once there are many."""
+        if states_by_uid is None:
+            return
+        # Streams that are closed and reported are dropped once there are many.
         if len(self._streams) > 2 * len(states_by_uid) + _MIN_STREAMS_DROPPED:
             self._streams = {
                 uid: stream
@@ -196,7 +195,8 @@ class ProcessTally:
             if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
                 self._unfinished[record[STAMP] - 1] = record, shape
             return
-        stream, seq = self._streams[record[UID]], record[SEQ]
+        stream = self._streams[record[UID]]
+        seq = record[SEQ]
         took_ns = max(0, record[DONE_NS] - record[ENTERED_NS])
         took_ns = min(took_ns, int(MAX_DURATION_US * 1000))
         stream.timed_ops.add(shape.op)

@@ -92,7 +92,7 @@ def compose_update(
 
     is_known = view.identity is before.identity or view.identity == before.identity
     status_key = _make_status_key(view, ring, now_ns)
-    is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
+    is_changed = not is_known or status_key != before.status_key or ring.step != before.step
     # The recorder has not run yet if its pulse is 0.
     silent_s = min(view.idle_s, ring.pulse_s) if ring.pulse_s else view.idle_s
     alive_ns = now_ns - int(1e9 * silent_s)

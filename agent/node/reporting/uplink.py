@@ -149,7 +149,8 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
     def _use_target(self, target: ServerTarget) -> None:
         if target is not self.target:
             self._client.close()
-            self.target, self._client = target, SignedClient(target, self._timeout_s)
+            self.target = target
+            self._client = SignedClient(target, self._timeout_s)
 
     def _send_to_target(self, post: HeartbeatPost) -> HeartbeatOutcome:
         body, headers = encode_body(post.content, urgent=post.urgent)
@@ -359,4 +360,6 @@ def _identify(reply: CommandReply) -> tuple[str, str, bool]:
 
 
 def _count_frames(reply: CommandReply) -> int:
-    return sum(len(t.frames) for t in reply.threads) if isinstance(reply, StackReply) else 0
+    if not isinstance(reply, StackReply):
+        return 0
+    return sum(len(thread.frames) for thread in reply.threads)

@@ -179,7 +179,9 @@ def make_sample_order(
             callers = process.reader.read_callers()
             call = process.reader.read_newest_call(time.monotonic_ns())
             if call is not None:
-                newest_call = call.signature.op + (f" at {call.site}" if call.site else "")
+                newest_call = call.signature.op
+                if call.site:
+                    newest_call += f" at {call.site}"
     return SampleOrder(
         key=process.key,
         pid=process.pid,

@@ -343,7 +343,9 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
 
 
 def _format_line(number: int, lines: list[str]) -> str | None:
-    return lines[number - 1].strip().rstrip(":")[:_MAX_LINE_CHARS] if number else None
+    if not number:
+        return None
+    return lines[number - 1].strip().rstrip(":")[:_MAX_LINE_CHARS]
 
 
 def _read_lines(file: str, pid: int, proc: str) -> list[str]:
