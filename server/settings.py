@@ -66,8 +66,8 @@ _WITHOUT_TRAILING_SLASH = AfterValidator(lambda text: text and text.rstrip("/"))
 
 
 class Settings(BaseSettings):
-    """All settings of the server. Precedence: flag, environment, ``hangwatch.toml`` in the working
-    directory, default. The text below a field is its description in ``--help``.
+    """All settings. Precedence: flag, environment, ``hangwatch.toml`` in the working directory,
+    default. The text below a field is its description in ``--help``.
     """
 
     model_config = SettingsConfigDict(

@@ -58,9 +58,7 @@ class Load:
 
 
 class ThrottledListener(socket.socket):
-    """A listening socket whose pending connections are accepted over several passes of asyncio's
-    loop, which otherwise accepts thousands of them in one.
-    """
+    """A listening socket that accepts few connections in a pass of asyncio's loop, not thousands."""
 
     _accepted: int = 0  # the number of connections in this pass
 

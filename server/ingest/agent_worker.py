@@ -160,9 +160,7 @@ class AgentWorker(asyncio.Protocol):
     def take_connection(
         self, connected: socket.socket, received: bytes, peer_uid: int | None
     ) -> bool:
-        """Passes a connection on, with what was read of its next request. False if that is not
-        possible now. The caller closes its own descriptor.
-        """
+        """Passes a connection on, with what was read of it. False if that is not possible now."""
         if self._packets is None or self._stream is None:
             return False
         peer = -1 if peer_uid is None else peer_uid
@@ -226,9 +224,7 @@ class AgentWorker(asyncio.Protocol):
     # Diagnosis
 
     async def read_arrived(self, within_s: float) -> bool:
-        """Waits until all heartbeats that have arrived by now were received from the process, up to
-        ``within_s`` seconds. False if that was too short.
-        """
+        """Waits until the process has passed on all that arrived; False after ``within_s`` seconds."""
         if self._stream is None:
             return True
         mark = asyncio.Event()

@@ -9,8 +9,8 @@ groups each, 7 instead of 10 us for a brief heartbeat, CPython 3.11), but `datac
 What msgspec refuses is decoded again by rules that accept compatible types, such as a number that is
 written as a string. Either way the first error ends the decoding, however many there are.
 
-One node agent reports a process until it is silent. Another sender that claims to report it, or its
-rank, is refused: otherwise one job's agent could hide or invent another job's verdicts.
+Until a node agent is silent, nobody else may report its processes or their ranks: otherwise one job's
+agent could hide or invent another job's verdicts.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ class BodyVolume:
 
     def add_part(self, part: bytes) -> None:
         """Raises Problem for more than a heartbeat may have."""
-        self.objects += part.count(b"{")
-        self.values += part.count(b"{") + part.count(b"[") + part.count(b",")
+        objects = part.count(b"{")
+        self.objects += objects
+        self.values += objects + part.count(b"[") + part.count(b",")
         limits.OBJECTS.check(self.objects, "{} objects")
         limits.VALUES.check(self.values, "{} values")
 

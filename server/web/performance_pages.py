@@ -117,12 +117,12 @@ def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
     plots: list[Plot] = []
     for op, history in ranked_group.totals.histories.items():
         points = history.list_points()
-        for title, quantiles in (
-            ("latency", [point.latency_p50_p95 for point in points]),
-            ("arrival spread", [point.spread_p50_p95 for point in points]),
-        ):
-            if any(quantiles):
-                plots.append(_build_plot(op, title, points, quantiles))
+        latencies = [point.latency_p50_p95 for point in points]
+        if any(latencies):
+            plots.append(_build_plot(op, "latency", points, latencies))
+        spreads = [point.spread_p50_p95 for point in points]
+        if any(spreads):
+            plots.append(_build_plot(op, "arrival spread", points, spreads))
     return plots
 
 

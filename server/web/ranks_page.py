@@ -115,8 +115,8 @@ def encode_cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> s
 
 
 def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
-    """How the map is divided into blocks: by host, or by the process groups with the description
-    ``by``. The blocks are JSON, a list of [label, packed ranks].
+    """The map in blocks by host, or by the process groups with the description ``by``. The blocks
+    are JSON, a list of [label, packed ranks].
     """
     expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
     groups = _list_group_streams(attempt)

@@ -1,6 +1,4 @@
-"""The common part of all pages: a page and its stream of updates have one address, ``?job=``
-chooses the job, and ``?page=`` the part of a long list.
-"""
+"""The common part of all pages, each of which has one address with its stream of updates."""
 
 from __future__ import annotations
 
