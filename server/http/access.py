@@ -72,11 +72,6 @@ class AgentGrant:
         """The only job that it may report; None: any job."""
         return None if self.signed is None else self.signed.job
 
-    def check_body(self, body: bytes) -> None:
-        """Raises Problem if the body is not the one that was signed."""
-        if self.signed is not None and not self.signed.has_body(body):
-            raise Problem(401, "the request's body is not the one that was signed")
-
 
 class AccessRefusedError(Exception):
     """The sender may not send this request. The argument is the response, with the reason."""

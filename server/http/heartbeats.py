@@ -273,7 +273,8 @@ def _is_compressed(headers: Mapping[str, str]) -> bool:
 
 def _unpack_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
     """The body without its compression. Raises Problem if it is not the one that was signed."""
-    grant.check_body(body)
+    if grant.signed is not None and not grant.signed.has_body(body):
+        raise Problem(401, "the request's body is not the one that was signed")
     return decompress_body(body) if _is_compressed(headers) else body
 
 
