@@ -205,11 +205,13 @@ class UnackedHistory:
     def add_reply(self, uid: int, calls: Sequence[Call]) -> None:
         """Records that the server is sent these calls, oldest first."""
         if calls:
-            self._answered_seqs[uid] = max(calls[-1].seq, self._answered_seqs.get(uid, 0))
+            answered_seq = self._answered_seqs.get(uid, 0)
+            self._answered_seqs[uid] = max(calls[-1].seq, answered_seq)
 
     def forget_closed_streams(self, ring: RingSnapshot) -> None:
         """Drops what is kept of the streams that the ring no longer has, once there are many."""
-        if ring.torn_parts or len(self.newest_ops) <= 2 * len(ring.streams) + _MIN_STREAMS_DROPPED:
+        limit = 2 * len(ring.streams) + _MIN_STREAMS_DROPPED
+        if ring.torn_parts or len(self.newest_ops) <= limit:
             return
         open_uids = {state.uid for state in ring.streams}
         for uid in list(self.newest_ops):

@@ -202,8 +202,8 @@ class ProcessTally:
         stream.timed_ops.add(shape.op)
         stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
         if seq in stream.samples:
-            sample = stream.samples[seq]
-            stream.samples[seq] = (*sample[:3], took_ns // 1000, *sample[4:])
+            before, after = stream.samples[seq][:3], stream.samples[seq][4:]
+            stream.samples[seq] = (*before, took_ns // 1000, *after)
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""

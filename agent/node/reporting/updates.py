@@ -219,7 +219,8 @@ def select_checkpoints(
     while upto // step - after // step > MAX_CHECKPOINTS:
         step *= 2
     first = (after // step + 1) * step
-    return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
+    seqs = range(first, upto + 1, step)
+    return tuple((seq, chains[seq]) for seq in seqs if seq in chains)
 
 
 def _compose_stream_update(

@@ -117,9 +117,11 @@ class PySpy:
             deciding = [thread for thread in threads if thread.holds_gil] or [
                 thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
             ]
-            tids = [thread.tid or 0 for thread in deciding]
-            is_still = all(thread_waits.was_asleep(before.get(t), after.get(t)) for t in tids)
-            return threads if deciding and is_still else None
+            for thread in deciding:
+                tid = thread.tid or 0
+                if not thread_waits.was_asleep(before.get(tid), after.get(tid)):
+                    return None
+            return threads if deciding else None
         return None
 
     def _run_dump(
@@ -174,8 +176,10 @@ class PySpy:
         running_count = 0  # the signal that stops it may take effect late
         while time.monotonic() < deadline:
             stat = processes.read_live_stat(pid, start_ticks, self.proc)
-            running_count = 0 if stat is not None and stat.state in "Tt" else running_count + 1
-            if stat is None or running_count == _RUNNING_READINGS:
+            if stat is None:
+                return False
+            running_count = 0 if stat.state in "Tt" else running_count + 1
+            if running_count == _RUNNING_READINGS:
                 return False
             time.sleep(0.02)
         with contextlib.suppress(OSError):  # the process ended just now
