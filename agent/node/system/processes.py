@@ -44,7 +44,7 @@ def parse_stat(raw: bytes) -> ProcStat:
             cpu_ticks=int(fields[11]) + int(fields[12]),
             reaped_ticks=int(fields[13]) + int(fields[14]),
             start_ticks=int(fields[19]),
-            exit_code=int(fields[49]),
+            exit_code=int(fields[49]) if len(fields) > 49 else 0,
         )
     except (IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"not a stat line: {raw[:60]!r}") from error
