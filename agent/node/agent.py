@@ -120,6 +120,7 @@ class NodeAgent:
                 process = self._watchlist.watched.get(key)
                 if process is not None:
                     self._watchlist.record_exit(process, time.monotonic_ns())
+        # A last heartbeat reports what is known by now.
         if self._uplink.is_busy:
             outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
             if outcome is not None:

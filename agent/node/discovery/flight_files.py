@@ -43,13 +43,13 @@ def find_prefixes(environ: Mapping[str, str]) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class FlightFileReader:
-    """The Flight Recorder file of one process. ``file`` is set once it was read."""
+    """The Flight Recorder file of one process. ``file`` is set once ``thread`` has read it."""
 
     prefixes: list[str]
     uid: int
     started_at: float  # seconds since the epoch
     file: FlightFile | None = None
-    thread: threading.Thread | None = field(default=None, repr=False)  # reads it
+    thread: threading.Thread | None = field(default=None, repr=False)
 
     def start_reading(self, rank: int) -> None:
         """Reads the file of this rank, if there is one, in another thread."""

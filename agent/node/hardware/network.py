@@ -112,8 +112,7 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
     else all that are up. Loopback is among them only if a variable selects it.
     """
     for variable in _VARIABLES:
-        # NCCL's notation: prefixes separated by commas, after "^" those to leave out, after "=" exact
-        # names.
+        # NCCL's notation: prefixes, after "^" those to leave out, after "=" exact names
         selection = host.environ.get(variable, "")
         prefixes = selection.removeprefix("^").removeprefix("=").split(",")
         parts = tuple(part.partition(":")[0] for part in prefixes if part)

@@ -103,9 +103,7 @@ def _read_line(path: str) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """A small file, stripped; empty if it cannot be read: this may not be permitted, its thread may
-    have ended, or its device is being reset.
-    """
+    """A small file, stripped; empty if it cannot be read, as once its thread has ended."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
