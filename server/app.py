@@ -69,8 +69,9 @@ def build_app(
         token, own_name=settings.host, public_url=settings.public_url
     )
     agent_endpoint = heartbeats.AgentEndpoint(watch, authenticator)
+    heartbeat_paths = {HEARTBEAT_PATH, settings.path_prefix + HEARTBEAT_PATH}
     agent_worker = AgentWorker(
-        heartbeat_paths={HEARTBEAT_PATH, settings.path_prefix + HEARTBEAT_PATH},
+        request_lines=tuple(f"POST {path} HTTP/1.1".encode() for path in heartbeat_paths),
         agents=shared.agents,
         heartbeat_queue=watch.heartbeat_queue,
         answer_request=agent_endpoint.answer_frame,
@@ -153,9 +154,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 @contextlib.asynccontextmanager
 async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
-    """Runs everything that requests do not start, for as long as the application runs. `HttpServer`
-    runs the agent worker, which returns connections to it.
-    """
+    """Runs everything that requests do not start, except the agent worker: `HttpServer` runs it."""
     persistence, job_claims = state.watch.persistence, state.watch.job_claims
     persistence.resume_deliveries(persistence.store.load_deliveries())
     state.tasks.start_task("diagnosis", state.watch.loop.run)

@@ -32,8 +32,7 @@ FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # a large job's node agents connect at the same time
 SHUTDOWN_GRACE_S = 2  # the time that open requests have to end
-# While another thread reads a large job, the event loop waits this long at each read and write of a
-# connection.
+# The event loop's wait at each read and write while another thread reads a large job.
 SWITCH_INTERVAL_S = 5e-4
 MIN_TOKEN_LENGTH = 16  # characters
 
@@ -114,8 +113,7 @@ def _serve(settings: Settings) -> int:
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         )
-        # uvicorn raises the signal again after it has stopped; with these handlers the exit is
-        # normal.
+        # uvicorn raises the signal again after it has stopped: so the exit is normal.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         server.run(sockets=[listening])
@@ -176,25 +174,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def kept_token(data_dir: Path) -> str:
-    """The token of this data folder, created at the first start: agents can still authenticate
-    after a restart of the server. Raises StartError.
-    """
+    """The token of this data folder, valid after a restart, too. Raises StartError."""
     path = data_dir / TOKEN_FILE
     try:
-        if path.exists() and (kept := path.read_text().strip()):
-            return kept
+        token = path.read_text().strip() if path.exists() else ""
+        if not token:
+            token = secrets.token_urlsafe()
+            path.touch(mode=0o600)
+            path.write_text(f"{token}\n")
     except OSError as error:
         raise StartError(
-            f"{path} cannot be read: {error.strerror}; make it readable, or give a token with"
-            " --token"
-        ) from None
-    token = secrets.token_urlsafe()
-    try:
-        path.touch(mode=0o600)
-        path.write_text(f"{token}\n")
-    except OSError as error:
-        raise StartError(
-            f"{path} cannot be written: {error.strerror}; give a token with --token"
+            f"{path}: {error.strerror}; make it readable and writable, or give a token with --token"
         ) from None
     return token
 

@@ -65,15 +65,9 @@ OptionalFile = Annotated[
 _WITHOUT_TRAILING_SLASH = AfterValidator(lambda text: text and text.rstrip("/"))
 
 
-def default_data_dir() -> Path:
-    """``$XDG_STATE_HOME/hangwatch``, by the XDG base directory specification."""
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "hangwatch"
-
-
 class Settings(BaseSettings):
-    """All settings of the server. Precedence: flag, environment, ``hangwatch.toml`` in the working
-    directory, default. The text below a field is its description in ``--help``.
+    """All settings. Precedence: flag, environment, ``hangwatch.toml`` in the working directory,
+    default. The text below a field is its description in ``--help``.
     """
 
     model_config = SettingsConfigDict(
@@ -92,7 +86,9 @@ class Settings(BaseSettings):
     port: Number = Field(8642, ge=0, le=65535)
     """port to listen on; 0 takes a free one"""
     data_dir: Annotated[Path, AfterValidator(Path.expanduser), _Metavar("DIR")] = Field(
-        default_factory=default_data_dir
+        default_factory=lambda: Path(
+            os.environ.get("XDG_STATE_HOME") or "~/.local/state", "hangwatch"
+        )
     )
     """folder in which incidents are kept (default: $XDG_STATE_HOME/hangwatch)"""
     database: Annotated[

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 MAX_JOB_NAME = 200  # characters
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,12 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
 
     The variables of `parse_task` identify no rank by themselves.
     """
-    rank = _parse_number(env.get("RANK"))
+    rank = _parse_number(env, "RANK")
     if rank is None and env.get("NODE_RANK") == "0" and "WORLD_SIZE" in env:
         # Lightning's rank 0 starts the other ranks of the first node, with these variables. It sets them
         # in its own environment as well, which all its children inherit, so 0 identifies no rank. On
         # other nodes, the rank depends on the sizes of the nodes before.
-        rank = _parse_number(env.get("LOCAL_RANK")) or None
+        rank = _parse_number(env, "LOCAL_RANK") or None
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     if run_id == "none":  # torchrun's default, the same for every job
         run_id = ""
@@ -54,10 +56,10 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     return LaunchInfo(
         # The server accepts only printable names.
         job="".join(c if c.isprintable() else "?" for c in name[:MAX_JOB_NAME]),
-        restart=_parse_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
+        restart=_parse_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
         rank=rank,
-        world_size=_parse_number(env.get("WORLD_SIZE")) or 0,
-        local_rank=_parse_number(env.get("LOCAL_RANK")),
+        world_size=_parse_number(env, "WORLD_SIZE") or 0,
+        local_rank=_parse_number(env, "LOCAL_RANK"),
         on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
     )
 
@@ -70,9 +72,10 @@ def parse_task(env: Mapping[str, str]) -> LaunchInfo | None:
     if "RANK" in env:
         return None
     for rank_name, size_name, local_name in _TASK_VARIABLES:
-        rank, size = _parse_number(env.get(rank_name)), _parse_number(env.get(size_name))
+        rank = _parse_number(env, rank_name)
+        size = _parse_number(env, size_name)
         if rank is not None and size:
-            local_rank = _parse_number(env.get(local_name))
+            local_rank = _parse_number(env, local_name)
             launch = parse_environ(env)
             return replace(launch, rank=rank, world_size=size, local_rank=local_rank)
     return None
@@ -83,8 +86,7 @@ def is_switched_off(env: Mapping[str, str]) -> bool:
     return env.get("HANGWATCH_DISABLE", "0") not in ("", "0")
 
 
-def _parse_number(text: str | None) -> int | None:
+def _parse_number(env: Mapping[str, str], name: str) -> int | None:
     """A number that a launcher may set, else None: the server refuses larger ones."""
-    if text is None or not text.isascii() or not text.isdigit() or len(text) > 9:
-        return None
-    return int(text)
+    text = env.get(name, "")
+    return int(text) if _NUMBER.fullmatch(text) else None

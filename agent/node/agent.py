@@ -30,7 +30,8 @@ from .system.runtime import AgentLog, WakeupSelector
 
 HEARTBEAT_INTERVAL_NS = 500_000_000  # used until the server sets another one
 _ABSENT_SERVER_TIMEOUT_S = 30.0  # how long the agent stays with something left to report
-_LAST_HEARTBEAT_TIMEOUT_S = 2.0
+_LAST_HEARTBEAT_TIMEOUT_S = 2.0  # short, since whatever stops this agent waits for it
+_MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 # A scan is delayed by up to this much so that it coincides with a heartbeat: waking twice costs more
 # than either.
 _SCAN_ALIGNMENT_NS = 50_000_000
@@ -119,7 +120,18 @@ class NodeAgent:
                 process = self._watchlist.watched.get(key)
                 if process is not None:
                     self._watchlist.record_exit(process, time.monotonic_ns())
-        self._send_last_heartbeat()
+        # A last heartbeat reports what is known by now.
+        if self._uplink.is_busy:
+            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
+            if outcome is not None:
+                self._handle_outcome(outcome, time.monotonic_ns())
+        self._collect_results()
+        if not self._uplink.is_busy:
+            heartbeat = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
+            self._uplink.post_heartbeat(codec.encode_message(heartbeat), urgent=True)
+            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
+            if outcome is not None and outcome.reply is not None:
+                self._composer.mark_acked(time.monotonic_ns())
         self._command_poll.close()
         self._recordings.close()
         self._watchlist.close()
@@ -152,7 +164,8 @@ class NodeAgent:
         self._commands.collect_results(self._watchlist.watched)
 
     def _post_heartbeat(self, now_ns: int) -> None:
-        if self._composer.is_full_due or self._scanner.is_reading_old(now_ns):
+        reading_age_ns = now_ns - self._scanner.last_read_ns
+        if self._composer.is_full_due or reading_age_ns > _MAX_READING_AGE_NS:
             self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
         is_urgent = self._schedule.start_report(
@@ -211,17 +224,3 @@ class NodeAgent:
         if is_waiting and idle_s < _ABSENT_SERVER_TIMEOUT_S:
             return False
         return not self._watchlist.scan_processes(now_ns)
-
-    def _send_last_heartbeat(self) -> None:
-        """Sends what is known. The wait is short, since whatever stops this agent waits for it."""
-        if self._uplink.is_busy:
-            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
-            if outcome is not None:
-                self._handle_outcome(outcome, time.monotonic_ns())
-        self._collect_results()
-        if not self._uplink.is_busy:
-            heartbeat = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
-            self._uplink.post_heartbeat(codec.encode_message(heartbeat), urgent=True)
-            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
-            if outcome is not None and outcome.reply is not None:
-                self._composer.mark_acked(time.monotonic_ns())

@@ -16,6 +16,7 @@ from .reporting.terse import make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
 from .requests.recordings import RecordingWorker
 from .requests.traces import TraceRequests
+from .system import processes
 
 COST_INTERVAL_HEARTBEATS = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -61,6 +62,17 @@ class HeartbeatComposer:
                 if is_brief and made is not None:
                     updates[key], watched[key].composed = made
         tallies = {key: process.tally for key, process in watched.items()}
+        cost = None
+        if self._number % COST_INTERVAL_HEARTBEATS == 1:
+            # CPU time, with that of helper processes, and resident memory (proc(5))
+            own = resource.getrusage(resource.RUSAGE_SELF)
+            helpers = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = own.ru_utime + own.ru_stime + helpers.ru_utime + helpers.ru_stime
+            memory = 0
+            with contextlib.suppress(ValueError, IndexError):
+                memory = int(processes.read_text("/proc/self/statm").split()[1]) * _PAGE_BYTES
+            dropped = self.outbox.dropped_count
+            cost = AgentCost(cpu_s=round(cpu_s, 3), memory=memory, dropped=dropped)
         return Heartbeat(
             host=self.host,
             agent=self.agent_id,
@@ -74,24 +86,8 @@ class HeartbeatComposer:
             **self.outbox.list_pending(now_ns),
             sent_s=round(now_ns / 1e9, 3),
             traces=self.traces.build_replies(watched, now_ns),
-            cost=self._measure_cost() if self._number % COST_INTERVAL_HEARTBEATS == 1 else None,
+            cost=cost,
             performance=self._performance_reporter.next_report(now_ns, tallies, flush=is_last),
-        )
-
-    def _measure_cost(self) -> AgentCost:
-        """CPU time, with that of helper processes, and resident memory (proc(5))."""
-        cpu_s = 0.0
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-            usage = resource.getrusage(who)
-            cpu_s += usage.ru_utime + usage.ru_stime
-        pages = 0
-        with (
-            contextlib.suppress(OSError, ValueError, IndexError),
-            open("/proc/self/statm", "rb") as file,
-        ):
-            pages = int(file.read().split()[1])
-        return AgentCost(
-            cpu_s=round(cpu_s, 3), memory=pages * _PAGE_BYTES, dropped=self.outbox.dropped_count
         )
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:

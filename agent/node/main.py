@@ -159,7 +159,7 @@ def acquire_agent_lock(folder: Path) -> int | None:
     """
     path = folder / run_dir.AGENT_LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

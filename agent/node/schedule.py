@@ -2,10 +2,9 @@
 when its set of blocked ranks or one of its processes changes.
 
 A steady host, whose ranks make calls or compute and have not been in a call for long, is read and
-reported less often, since reading and reporting twice a second takes a node agent twice the CPU
-time. `SteadinessCheck` samples each rank instead, which takes microseconds, and reads its whole ring
-only where the process stopped making calls. The end of steadiness is reported immediately. What only
-/proc or a whole ring shows is found when the host is next read.
+reported less often, which halves the CPU time of its node agent. `SteadinessCheck` samples each rank
+instead, in microseconds, and reads its whole ring only where the process stopped making calls. The
+end of steadiness is reported immediately; what only /proc or a whole ring shows, at the next reading.
 
 Where the interval is long because hosts are many, not every host that blocks reports immediately:
 100,000 ranks may block at the same moment. `find_changes` gives the changes that only this host can
@@ -45,7 +44,6 @@ _FAST_SCAN_INTERVAL_NS = 200_000_000  # used while processes start, or a ring fi
 _STARTUP_WINDOW_NS = 10_000_000_000  # more processes are expected for this long after a new one
 _FIRST_PROCESS_TIMEOUT_S = 5.0
 _STEADY_SCAN_INTERVAL_NS = 250_000_000  # between two scans of a steady host
-_MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 _NEVER_NS = 1 << 63
 # A change to any of these is reported immediately.
 _get_reported_words = operator.itemgetter(
@@ -62,8 +60,6 @@ _get_reported_words = operator.itemgetter(
 
 
 class _GroupCreation(NamedTuple):
-    """A process has created this many groups in one world."""
-
     process_key: str
     setup_uid: int  # the stream of set-up calls
     group_count: int
@@ -86,7 +82,7 @@ class ReportSchedule:
 
     @property
     def is_infrequent(self) -> bool:
-        """The heartbeats of this host are infrequent, so that changes are reported between them."""
+        """Heartbeats are infrequent, so that changes are reported between them."""
         return self._reported_changes is not None
 
     def is_due(self, now_ns: int, *, may_hasten: bool) -> bool:
@@ -181,7 +177,8 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
             changes.add((process.key, "shared", uid))
         pending = [s for s in ring.active_streams if (s.pending_s or 0.0) >= MIN_WAIT_S]
         if pending:
-            blocked.append((process, max(pending, key=lambda stream: stream.pending_s or 0.0)))
+            oldest = max(pending, key=lambda stream: stream.pending_s or 0.0)
+            blocked.append((process, oldest))
     calls = tuple(
         (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
         for process, stream in blocked
@@ -205,8 +202,6 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
 
 @dataclass(slots=True)
 class _ProcessSample:
-    """The last sample of a process."""
-
     reported_words: tuple[int, ...] = ()
     record_count: int = 0
     is_between_calls: bool = False  # all calls up to then are complete
@@ -232,9 +227,11 @@ class SteadinessCheck:
         for process in watched:
             if process.exit is not None and process.exit_acked_ns:
                 continue
-            sample = samples[process.key] = self._samples.get(process.key) or _ProcessSample()
+            sample = self._samples.get(process.key) or _ProcessSample()
+            samples[process.key] = sample
             quiet_until_ns = _find_end_of_quiet(process, sample, now_ns)
-            was_quiet, sample.is_quiet = sample.is_quiet, quiet_until_ns > now_ns
+            was_quiet = sample.is_quiet
+            sample.is_quiet = quiet_until_ns > now_ns
             has_urgent_changes |= was_quiet and not sample.is_quiet
             if sample.is_quiet:
                 next_block_ns = min(next_block_ns, quiet_until_ns)
@@ -322,7 +319,7 @@ class ProcessScanner:
         self._recorder_builder = recorder_builder
         self._linger_s = linger_s
         self.next_scan_ns = now_ns
-        self._last_read_ns = 0
+        self.last_read_ns = 0
         self._last_discovery_ns = now_ns
         self._last_alive_ns = now_ns
         self._had_live_process = False
@@ -341,7 +338,21 @@ class ProcessScanner:
         if discovered:
             self._last_discovery_ns = now_ns
         if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
-            self._read_processes(now_ns)
+            self._watchlist.read_processes(now_ns)
+            self.last_read_ns = now_ns
+            interval_ns = _SCAN_INTERVAL_NS
+            is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
+            if is_starting or any(process.is_flooded for process in watched):
+                interval_ns = _FAST_SCAN_INTERVAL_NS
+            self._next_read_ns = now_ns + interval_ns
+            for process in watched:
+                if process.snapshot is None:
+                    continue
+                is_known = process.exit is None and process.identity is not None
+                if is_known and not process.is_pyspy_probed:
+                    order = make_sample_order(process)
+                    process.is_pyspy_probed = self._sampler.submit_order(order)
+                self._recorder_builder.update_build(process.snapshot.identity)
         steady_scan_ns = now_ns + _STEADY_SCAN_INTERVAL_NS
         self.next_scan_ns = min(
             steady_scan_ns if self.is_steady else self._next_read_ns,
@@ -350,27 +361,6 @@ class ProcessScanner:
         if self._watchlist.has_alive:
             self._last_alive_ns = now_ns
             self._had_live_process = True
-
-    def _read_processes(self, now_ns: int) -> None:
-        self._watchlist.read_processes(now_ns)
-        self._last_read_ns = now_ns
-        interval_ns = _SCAN_INTERVAL_NS
-        is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
-        if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
-            interval_ns = _FAST_SCAN_INTERVAL_NS
-        self._next_read_ns = now_ns + interval_ns
-        self._watchlist.clean_up(now_ns)
-        for process in self._watchlist.watched.values():
-            if process.snapshot is None:
-                continue
-            is_known = process.exit is None and process.identity is not None
-            if is_known and not process.is_pyspy_probed:
-                process.is_pyspy_probed = self._sampler.submit_order(make_sample_order(process))
-            self._recorder_builder.update_build(process.snapshot.identity)
-
-    def is_reading_old(self, now_ns: int) -> bool:
-        """The last reading is too old to be sent."""
-        return now_ns - self._last_read_ns > _MAX_READING_AGE_NS
 
     def idle_s(self, now_ns: int) -> float:
         """How long no process has been alive."""

@@ -118,7 +118,15 @@ class OriginTracker:
         origin = self._origins.get(pg)
         if origin is None:
             origin = GroupOrigin()
-            if not _is_registered_with_ranks(pg):
+            # torch has registered it if it knows the ranks of the members, and this process's fits.
+            is_registered = False
+            try:
+                numbers = c10d._world.pg_group_ranks.get(pg)
+                if numbers is not None and c10d.is_initialized():
+                    is_registered = numbers.get(c10d.get_rank(), -1) == pg.rank()
+            except (AttributeError, RuntimeError, ValueError):
+                is_registered = False
+            if not is_registered:
                 store = None
                 with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
                     store = pg.get_group_store()
@@ -198,7 +206,17 @@ class OriginTracker:
         inner = getattr(store, "underlying_store", None)
         if inner is not None:
             return (*self._find_store_path(inner), _UNKNOWN_PREFIX)
-        return (_describe_server(store),)
+        port = getattr(store, "port", None)
+        host = getattr(store, "host", None)
+        if isinstance(port, int) and isinstance(host, str):
+            if host in _LOCAL_HOSTS or host.startswith("127."):
+                host = _describe_this_host()
+            return (f"tcp://{host}:{port}",)
+        path = getattr(store, "path", None)
+        if isinstance(path, str):
+            return (f"file://{path}",)
+        # A store without an address is local.
+        return (f"{type(store).__name__} {_describe_this_host()} {os.getpid()} {id(store)}",)
 
 
 origin_tracker = OriginTracker()
@@ -218,30 +236,6 @@ def track_creations() -> None:
 def _bind(args: Arguments, kwargs: KeywordArguments, names: tuple[str, ...]) -> Arguments:
     arguments = dict(zip(names, args, strict=False)) | kwargs
     return tuple(arguments.get(name) for name in names)
-
-
-def _is_registered_with_ranks(pg: Any) -> bool:
-    """Whether torch knows the ranks of the members, and this process's number fits its rank."""
-    try:
-        numbers = c10d._world.pg_group_ranks.get(pg)
-        if numbers is None or not c10d.is_initialized():
-            return False
-        return bool(numbers.get(c10d.get_rank(), -1) == pg.rank())
-    except (AttributeError, RuntimeError, ValueError):
-        return False
-
-
-def _describe_server(store: Any) -> str:
-    """Text that is the same in all processes of a store. One without an address is local."""
-    port, host = getattr(store, "port", None), getattr(store, "host", None)
-    if isinstance(port, int) and isinstance(host, str):
-        if host in _LOCAL_HOSTS or host.startswith("127."):
-            host = _describe_this_host()
-        return f"tcp://{host}:{port}"
-    path = getattr(store, "path", None)
-    if isinstance(path, str):
-        return f"file://{path}"
-    return f"{type(store).__name__} {_describe_this_host()} {os.getpid()} {id(store)}"
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from hangwatch.model.calls import LossReason
 
 from . import faults
 from .callers import find_caller, inspect_thread
-from .calls import CallReader, TorchOperator, iter_communicating_operators
+from .calls import CallReader, iter_communicating_operators
 from .dynamo import run_uncompiled
 from .native.library import NativeLibrary, encode_plan
 from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
@@ -94,7 +94,14 @@ class KernelRegistry:
                 continue
             self._registered.add(operator.name)
             if self._native is not None:
-                self._register_native_kernel(self._native, operator)
+                read_reduce_op = self._native.read_planned_reduce_op
+                reader = CallReader(operator.spec, operator.schema, read_reduce_op)
+                signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
+                self._define(f"{signature}-> int[]", make_planner(reader))
+                # Each size of a split is compared with a size on another rank.
+                self._native.register_operator(
+                    operator.name, compares_all_tensors=operator.spec.split_args is not None
+                )
                 continue
             reader = CallReader(operator.spec, operator.schema)
             checked = None
@@ -105,14 +112,6 @@ class KernelRegistry:
                 checked = arguments if arguments.input_index >= 0 else None
             kernel = make_kernel(reader, operator.overload, checked)
             self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
-
-    def _register_native_kernel(self, native: NativeLibrary, operator: TorchOperator) -> None:
-        reader = CallReader(operator.spec, operator.schema, native.read_planned_reduce_op)
-        signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
-        self._define(f"{signature}-> int[]", make_planner(reader))
-        # Each size of a split is compared with a size on another rank.
-        compares_all_tensors = operator.spec.split_args is not None
-        native.register_operator(operator.name, compares_all_tensors=compares_all_tensors)
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""

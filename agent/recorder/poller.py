@@ -138,7 +138,18 @@ class AgentSupervisor:
                 self._permitted_pid = agent_pid
                 prctl = ctypes.CDLL(None, use_errno=True).prctl
                 prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
-            self._show_notice()
+            notice = self._folder / run_dir.NOTICE_NAME
+            if not self._is_notice_shown and notice.exists():
+                self._is_notice_shown = True
+                taken = notice.with_suffix(f".{os.getpid()}")
+                # The rank of the host that first renames the file shows the node agent's message.
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(notice, taken)
+                    text = taken.read_text(errors="replace").strip()
+                    # It may quote the server, which must not control the user's terminal.
+                    plain = "".join(c if c.isprintable() else " " for c in text)
+                    sys.stderr.write(f"hangwatch: {plain}\n")
+                    taken.unlink()
         elif self._start_lock_fd is None:
             self._start_agent(now)
         elif now > self._start_deadline:
@@ -195,19 +206,3 @@ class AgentSupervisor:
         if self._start_lock_fd is not None:
             os.close(self._start_lock_fd)
             self._start_lock_fd = None
-
-    def _show_notice(self) -> None:
-        """Shows the node agent's message, on the rank of the host that first renames the file."""
-        if self._is_notice_shown:
-            return
-        notice = self._folder / run_dir.NOTICE_NAME
-        if notice.exists():
-            self._is_notice_shown = True
-            taken = notice.with_suffix(f".{os.getpid()}")
-            with contextlib.suppress(FileNotFoundError):  # another rank was first
-                os.rename(notice, taken)
-                text = taken.read_text(errors="replace").strip()
-                # The message may quote the server, which must not control the user's terminal.
-                plain = "".join(c if c.isprintable() else " " for c in text)
-                sys.stderr.write(f"hangwatch: {plain}\n")
-                taken.unlink()

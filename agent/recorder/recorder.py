@@ -39,7 +39,7 @@ class Recorder:
         self.ring = ring
         self.checker = checker
         self.native = native
-        ring.set_rollover_callback(self.clear_caches)
+        ring.rollover_callback = self.clear_caches
         if native is not None:
             native.attach_ring(ring)
         self.groups = GroupRegistry(ring, self._make_stream, self.clear_caches)

@@ -56,24 +56,22 @@ class StackDumper:
         if request != self._answered:
             self._answered = request
             self._write_thread_list()
-            self._write_stacks()
+            is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+            with _open_private(self._path) as file:
+                if is_gil_enabled():
+                    # This keeps the GIL and makes no objects: no frame or local outlives its
+                    # function.
+                    faulthandler.dump_traceback(file.fileno(), all_threads=True)
+                else:
+                    # Threads run Python at the same time. To read their stacks, all of them would
+                    # have to be stopped, and a thread in native code may not stop for long.
+                    file.write(run_dir.NO_GIL_TEXT.encode())
             self._ring.set_word(LiveWord.STACKS_ANSWER, request)
         elif (
             self._listed_idents != tuple(threading._active)  # type: ignore[attr-defined]
             and monotonic_ns() - self._listed_at_ns > _MIN_LIST_INTERVAL_NS
         ):
             self._write_thread_list()
-
-    def _write_stacks(self) -> None:
-        is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
-        with _open_private(self._path) as file:
-            if is_gil_enabled():
-                # This keeps the GIL and makes no objects: no frame or local outlives its function.
-                faulthandler.dump_traceback(file.fileno(), all_threads=True)
-            else:
-                # Threads run Python at the same time. To read their stacks, all of them would have
-                # to be stopped, and a thread in native code may not stop for long.
-                file.write(run_dir.NO_GIL_TEXT.encode())
 
     def _write_thread_list(self) -> None:
         """Writes the threads' ids and names, which faulthandler lacks, before one keeps the GIL."""

@@ -70,7 +70,9 @@ class RingWriter:
         self._signature_counter = itertools.count(1)
         self._site_counter = itertools.count(1)
         self._last_signature = self._last_site = 0
-        self._rollover_callback: Callable[[], None] = lambda: None
+        # Called after half the lifetime of the numbers given out, so that caches are cleared before
+        # any number becomes invalid.
+        self.rollover_callback: Callable[[], None] = lambda: None
         self._slot_counter = itertools.count()
         self._used_slots: list[int] = []  # all slots that were ever used, in any order
         self._free_slots: list[int] = []
@@ -156,18 +158,12 @@ class RingWriter:
 
     def _write_interned(self, table: Table, lifetime: int, number: int, raw: bytes) -> None:
         if number % (lifetime // 2) == 0:
-            self._rollover_callback()
+            self.rollover_callback()
         at = table.locate_slot(number)
         word = at >> 3
         self._words[word] = 0
         table.slot.pack_into(self.map, at, 0, len(raw), raw)
         self._words[word] = number
-
-    def set_rollover_callback(self, callback: Callable[[], None]) -> None:
-        """``callback`` is called after half the lifetime of the numbers given out, so that caches
-        are cleared before any number becomes invalid.
-        """
-        self._rollover_callback = callback
 
     def is_signature_fresh(self, number: int) -> bool:
         return self._last_signature - number < SIGNATURE_LIFETIME_ENTRIES

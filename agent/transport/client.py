@@ -231,8 +231,10 @@ class ServerTarget:
         is_name = bool(host) and host.isprintable() and " " not in host
         if parts.scheme not in _DEFAULT_PORTS or not is_name or port == 0:
             raise TargetError(url, "is not the address of an http or https server")
-        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-        return cls(base_url=bare, token=unquote(parts.password or parts.username or "") or token)
+        address = parts.netloc.rpartition("@")[2]
+        base_url = f"{parts.scheme}://{address}{parts.path}".rstrip("/")
+        url_token = unquote(parts.password or parts.username or "")
+        return cls(base_url=base_url, token=url_token or token)
 
     @property
     def host(self) -> str:

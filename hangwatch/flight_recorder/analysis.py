@@ -30,7 +30,7 @@ from hangwatch.report.text import format_age, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from .attempts import build_job
-from .calls import ARRIVALS_ONLY_BACKEND, FlightDump
+from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord
 from .collectives import NOW_S, OfflineJob
 
 _MAX_LAST_CALLS_SHOWN = 4
@@ -218,16 +218,21 @@ def _blame_devices(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...])
 
 def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
     point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
+    last_records: list[tuple[int, FlightRecord]] = []
+    for rank in culprits:
+        groups = job.dumps[rank].groups.values() if rank in job.dumps else ()
+        records = [record for group in groups for record in group.records]
+        if records:
+            newest = max(records, key=lambda record: record.record_id)
+            last_records.append((rank, newest))
+    last_calls: list[str] = []
+    for rank, record in last_records[:_MAX_LAST_CALLS_SHOWN]:
+        if record.site:
+            op = record.signature.op
+            last_calls.append(f"rank {rank} was last seen in {op} at {record.site}")
     advice = "The dump does not show what it did after that."
-    last_records = {rank: job.dumps[rank].last_record for rank in culprits if rank in job.dumps}
-    recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
-    last_calls = "; ".join(
-        f"rank {rank} was last seen in {record.signature.op} at {record.site}"
-        for rank, record in recorded[:_MAX_LAST_CALLS_SHOWN]
-        if record.site
-    )
     if last_calls:
-        advice = f"{last_calls}. {advice}"
+        advice = f"{'; '.join(last_calls)}. {advice}"
     return replace(
         verdict,
         culprits=culprits,

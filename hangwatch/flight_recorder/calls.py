@@ -176,12 +176,6 @@ class FlightDump:
     # The recorder records when the device starts a call, so that "scheduled" means not started.
     reports_starts: bool
 
-    @property
-    def last_record(self) -> FlightRecord | None:
-        """The newest record; None if there is none."""
-        records = (record for group in self.groups.values() for record in group.records)
-        return max(records, key=lambda record: record.record_id, default=None)
-
 
 def parse_dump(rank: int, data: object) -> FlightDump:
     """A rank's dump from plain data. Raises FlightDumpError, with the reason, for other data."""

@@ -37,7 +37,12 @@ def encode_message(message: Any) -> Any:
         return message
     if isinstance(message, (tuple, list)):
         if kind is not tuple and kind is not list:
-            message = message[: _count_used_fields(message)]
+            count = len(message)  # without the last fields that have their defaults
+            for name, default in reversed(kind._field_defaults.items()):
+                if getattr(message, name) != default:
+                    break
+                count -= 1
+            message = message[:count]
         return [item if type(item) in _PLAIN_TYPES else encode_message(item) for item in message]
     if dataclasses.is_dataclass(kind):
         return {
@@ -46,16 +51,6 @@ def encode_message(message: Any) -> Any:
             if (value := getattr(message, name)) != default
         }
     return message.value if isinstance(message, enum.Enum) else message
-
-
-def _count_used_fields(message: Any) -> int:
-    """The number of fields of a named tuple without the last ones that have their defaults."""
-    count = len(message)
-    for name, default in reversed(message._field_defaults.items()):
-        if getattr(message, name) != default:
-            break
-        count -= 1
-    return count
 
 
 @functools.cache

@@ -100,23 +100,19 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
         )
         threads.append(thread)
     threads.sort(key=lambda thread: (not thread.is_main, thread.thread))
-    return _limit_frames(threads)
-
-
-def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
-    """The profile without the rarest stacks, if all of them have too many frames."""
+    # The rarest stacks are dropped if all of them have too many frames.
     remaining_frames = MAX_PROFILE_FRAMES
     dropped_samples = 0
     limited: list[ThreadProfile] = []
     for thread in threads:
-        stacks: list[CountedStack] = []
-        for frames, count in thread.stacks:  # The most frequent stack is first.
+        kept: list[CountedStack] = []
+        for frames, sample_count in thread.stacks:  # The most frequent stack is first.
             remaining_frames -= len(frames)
             if remaining_frames < 0:
-                dropped_samples += count
+                dropped_samples += sample_count
             else:
-                stacks.append((frames, count))
-        limited.append(replace(thread, stacks=tuple(stacks)))
+                kept.append((frames, sample_count))
+        limited.append(replace(thread, stacks=tuple(kept)))
     return Profile(threads=tuple(limited), dropped_samples=dropped_samples)
 
 

@@ -95,7 +95,7 @@ class Alerter:
 
     def announce(self, incident: Incident, event: str, now: datetime) -> None:
         """Prints the alert and sends it to all channels."""
-        message = self._compose_message(incident, event, now)
+        message = compose_message(incident, event, self._base_url, now)
         recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
         self.print_line(" ".join(filter(None, (message.title, recovery, message.url))))
         for delivery in self.list_deliveries(incident, event):
@@ -105,7 +105,8 @@ class Alerter:
         """Sends what an earlier server could not deliver. False if the channel no longer exists."""
         if delivery.channel not in self.queues:
             return False
-        self._queue_message(self._compose_message(incident, delivery.event, now), delivery)
+        message = compose_message(incident, delivery.event, self._base_url, now)
+        self._queue_message(message, delivery)
         return True
 
     def close(self) -> None:
@@ -120,9 +121,6 @@ class Alerter:
     def print_line(self, line: str) -> None:
         """``line`` may quote a job, which must not control the operator's terminal."""
         print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
-
-    def _compose_message(self, incident: Incident, event: str, now: datetime) -> AlertMessage:
-        return compose_message(incident, event, f"{self._base_url}/incidents/{incident.id}", now)
 
     def _queue_message(self, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
@@ -186,14 +184,15 @@ class Alerter:
                 self.print_line(f"cannot record that {message.title!r} was sent: {error}")
 
 
-def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
+def compose_message(incident: Incident, event: str, base_url: str, now: datetime) -> AlertMessage:
     """A message with the verdict in one sentence, the culprit's line and a link. The body is the
     incident's document. Receivers may show it unchanged, so no text in it has control characters.
     """
     kind = event.partition("-")[0]
+    url = f"{base_url}/incidents/{incident.id}"
     body = clean_document({**build_document(incident), "url": url})
-    age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
-    age = format_coarse_age(age_s)
+    open_for = (incident.resolved_at or now) - incident.opened_at
+    age = format_coarse_age(open_for.total_seconds())
     ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
     ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
     labels = {

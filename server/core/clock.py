@@ -30,7 +30,7 @@ class Clock:
 
 def ulid(wall: datetime) -> str:
     """A new ULID: 48 bits of milliseconds and 80 random bits in Crockford's base 32, so that ids sort
-    by time. Layout: github.com/ulid/spec. These two lines are not worth a dependency.
+    by time. Layout: github.com/ulid/spec.
     """
     number = (int(wall.timestamp() * 1000) & ((1 << 48) - 1)) << 80 | secrets.randbits(80)
     return "".join(_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5))

@@ -1,5 +1,4 @@
-"""Server-sent events: the latest changes, kept for a while so that a reader that reconnects misses
-nothing.
+"""Server-sent events: the latest changes, kept so that a reader that reconnects misses nothing.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -39,9 +38,7 @@ class EventLog:
     _kept_bytes: int = 0
 
     def publish_event(self, kind: str, data: Any) -> None:
-        """``kind`` is rank, incident or job. ``data`` is anything that msgspec can encode, or already
-        encoded `msgspec.Raw`.
-        """
+        """``kind`` is rank, incident or job. ``data`` is anything that msgspec can encode."""
         self.last_number += 1
         document = msgspec.json.encode(data).decode()
         text = f"id: {self.run_id}-{self.last_number}\nevent: {kind}\ndata: {document}\n\n"
@@ -59,7 +56,7 @@ class EventLog:
         self._wake_readers()
 
     async def stream_events(self, last_id: str | None) -> AsyncIterator[str]:
-        """The events after ``last_id``, or from now on. Before a ``reset`` event some were lost: the
+        """The events after ``last_id``, or from now on. At a ``reset`` event some were lost, and the
         reader must fetch the whole state.
         """
         last_sent: int | None = self.last_number
@@ -88,8 +85,7 @@ class EventLog:
 
 
 async def wait_for_event(seconds: float, event: asyncio.Event) -> bool:
-    """Waits up to ``seconds`` for ``event``, in a task that may be cancelled at any moment. Returns
-    whether it is set.
+    """Waits up to ``seconds`` for ``event``. Returns whether it is set.
 
     Before Python 3.12 `asyncio.wait_for` forgets that its task was cancelled where the event is set
     at the same time (https://github.com/python/cpython/issues/86296): a busy server would not stop.

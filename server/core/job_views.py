@@ -19,9 +19,8 @@ JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost
 
 T = TypeVar("T")
 
-# A cached result lives at least this many times the time that its computation took, and so no
-# result takes more than a 25th of one core.
-LIFETIME_COST_FACTOR = 25.0
+# The least lifetime of a cached result, as a multiple of the time that its computation took.
+LIFETIME_COST_FACTOR = 25.0  # so no result takes more than a 25th of one core
 MIN_LIFETIME_S = 0.4
 MAX_CACHED_RESULTS = 256
 

@@ -1,14 +1,11 @@
-"""Every limit of the server: on what a client may send and how long it may take, and on what is kept
-in memory.
+"""Every limit of the server: on a client's requests and their time, and on what is kept in memory.
 
 A request beyond a `Limit` gets a problem document with the limit's name, and `/metrics` counts it.
 """
 
 from __future__ import annotations
 
-import functools
 import resource
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +63,7 @@ PIPELINED = Limit(
 BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
 LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
-# A request with more is refused before it is parsed. Hosts with many ranks and process groups send
-# up to a million values.
+# A request with more is refused before it is parsed. Large hosts send up to a million values.
 VALUES = Limit("values", 1 << 21, "values", "in the JSON of a heartbeat")
 OBJECTS = Limit("objects", 1 << 18, "objects", "in the JSON of a heartbeat")
 NAME = Limit(
@@ -121,12 +117,7 @@ def is_large(ranks: int) -> bool:
 
 
 def read_resident_bytes() -> int:
-    """The resident memory of this process, at most a second old; 0 where /proc does not show it."""
-    return _read_resident_bytes(int(time.monotonic()))
-
-
-@functools.lru_cache(maxsize=1)
-def _read_resident_bytes(_second: int) -> int:
+    """The resident memory of this process; 0 where /proc does not show it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

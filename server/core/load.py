@@ -1,9 +1,8 @@
-"""The load of the server: how it is measured, when heartbeats are refused because of it, and what keeps
-the event loop responsive.
+"""The server's load, the refusal of heartbeats because of it, and what keeps the event loop responsive.
 
 A full run of Python's garbage collector over the state of 100,000 ranks would block the event loop
-for seconds. That state is freed by reference counting, and the collector finds next to nothing in
-it. So objects that have existed for a while are frozen, which hides them from the collector.
+for seconds, and find next to nothing: reference counting frees that state. So objects that have
+existed for a while are frozen, which hides them from the collector.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ class Load:
 
 
 class ThrottledListener(socket.socket):
-    """A listening socket whose pending connections are accepted over several passes of asyncio's
-    loop, which otherwise accepts thousands of them in one.
-    """
+    """A listening socket that accepts few connections in a pass of asyncio's loop, not thousands."""
 
     _accepted: int = 0  # the number of connections in this pass
 
@@ -88,11 +85,9 @@ def paused_collection() -> Iterator[None]:
 
 
 def collect_new_objects() -> None:
-    """Collects the youngest objects.
-
-    The collector starts by itself once a thousand more objects were created than freed. That is not
-    so when a large attempt is dropped, or heartbeats replace the positions of ranks. After such a
-    phase it would have a hundred thousand objects to examine, which takes a third of a second.
+    """Collects the youngest objects. The collector starts by itself once a thousand more objects were
+    created than freed, which does not happen while heartbeats replace the positions of ranks. After
+    such a phase it would examine a hundred thousand objects, for a third of a second.
     """
     if gc.isenabled():
         gc.collect(1)

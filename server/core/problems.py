@@ -26,9 +26,7 @@ PROBLEM_SCHEMA = {
 
 
 class Problem(Exception):
-    """An answer other than success. ``detail`` is for people, with the remedy; ``extra_members`` are
-    further members of the document.
-    """
+    """An answer other than success. ``detail`` is for people, with the remedy."""
 
     def __init__(
         self,
@@ -60,8 +58,7 @@ class Problem(Exception):
         return msgspec.json.encode(members)
 
     def make_response(self) -> Response:
-        """The answer. It ends the exception: the frames of its traceback hold the request's body, in
-        cycles that only a garbage collection would free.
-        """
+        """The answer, which ends the exception."""
+        # The frames of its traceback hold the request's body, in cycles.
         self.__traceback__ = self.__context__ = None
         return Response(self.encode(), self.status, self.headers, MEDIA_TYPE)

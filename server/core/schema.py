@@ -10,14 +10,7 @@ from dataclasses import MISSING, dataclass, field
 from datetime import datetime
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    create_model,
-)
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from hangwatch.model.calls import Call
@@ -36,13 +29,11 @@ class ApiModel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Description:
-    """What the schema of a dataclass has instead of the class's own name, its docstring's first
-    paragraph, and its fields' defaults (`MISSING`: the member is always there).
-    """
+    """What the schema of a dataclass has instead of the class's own."""
 
     name: str = ""
-    text: str | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None  # otherwise the first paragraph of the docstring
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # MISSING: the member is always there
 
 
 _DESCRIPTIONS: Mapping[type, _Description] = {

@@ -14,10 +14,18 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("hangwatch")
 
+# The delay doubles each time that something ends soon.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 # A task counts as running again once it has not failed for this long.
 RECOVERED_AFTER_S = 15.0
 MAX_LOGGED_FAILURES = 100
+
+
+def choose_restart_delay(last_s: float, started_at: float) -> float:
+    """Seconds until what has ended is started again, after a delay of ``last_s`` the last time."""
+    if time.monotonic() - started_at > MAX_RESTART_DELAY_S:
+        return MIN_RESTART_DELAY_S
+    return min(MAX_RESTART_DELAY_S, 2 * last_s)
 
 
 @dataclass(slots=True)
@@ -93,8 +101,7 @@ class TaskSupervisor:
                     name,
                     part.failures,
                 )
-            has_lasted = time.monotonic() - started_at > MAX_RESTART_DELAY_S
-            delay_s = MIN_RESTART_DELAY_S if has_lasted else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            delay_s = choose_restart_delay(delay_s, started_at)
             await asyncio.sleep(delay_s)
 
 

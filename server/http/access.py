@@ -2,8 +2,7 @@
 
 If a token is set, everything else needs it; the login limits how many wrong ones may be tried.
 Without a token, the server listens on this machine only, answers only to the user who started it
-and to root, and accepts only this machine's host names. In both cases, a page of another site must
-not act through a person's browser.
+and to root, and accepts only this machine's host names. No page of another site may act here.
 """
 
 from __future__ import annotations
@@ -73,44 +72,35 @@ class AgentGrant:
         """The only job that it may report; None: any job."""
         return None if self.signed is None else self.signed.job
 
-    def check_body(self, body: bytes) -> None:
-        """Raises Problem if the body is not the one that was signed."""
-        if self.signed is not None and not self.signed.has_body(body):
-            raise Problem(401, "the request's body is not the one that was signed")
-
-    def make_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
-        """The proof that the reply comes from a server that knows the token."""
-        if self.signed is None or self.credential is None:
-            return []
-        proof = self.credential.make_proof(self.signed, body)
-        return [(request_signing.PROOF_HEADER.lower().encode(), proof.encode())]
-
 
 class AccessRefusedError(Exception):
     """The sender may not send this request. The argument is the response, with the reason."""
 
 
 class Authenticator:
-    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's
-    cookie. Node agents sign their requests with it instead. Without a token, accepts requests of
-    this user and of root.
+    """Accepts requests with the token, as bearer, as Basic password or as the login's cookie, and
+    those that node agents sign with it. Without a token, accepts those of this user and of root.
     """
 
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
+        self._public_host = urlsplit(public_url or "").netloc
 
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
         token, host = self._token, headers.get("host")
-        is_public_host = self._public_url is not None and host == urlsplit(self._public_url).netloc
-        if token is None and not (is_public_host or is_local_name(host, self._own_name)):
+        by_header = by_cookie = False
+        if token is not None:
+            by_header = has_token(headers, token)
+            if not by_header:
+                cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE_NAME, "")
+                by_cookie = _constant_time_equal(cookie, derive_session_value(token))
+        elif not (is_local_name(host, self._own_name) or (host and host == self._public_host)):
             return Problem(
                 421,
                 "without a token this server accepts only host names of its own machine, not"
                 f" {host!r}: open it as localhost, or start it with --token",
             ).make_response()
-        by_header = token is not None and has_token(headers, token)
-        by_cookie = token is not None and not by_header and has_session_cookie(headers, token)
         if is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
             return _CROSS_SITE.make_response()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -161,28 +151,17 @@ def _constant_time_equal(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def has_session_cookie(headers: Mapping[str, str], token: str) -> bool:
-    """Whether a request carries the login's cookie."""
-    return _constant_time_equal(
-        cookie_parser(headers.get("cookie", "")).get(COOKIE_NAME, ""), derive_session_value(token)
-    )
-
-
 def derive_session_value(token: str) -> str:
-    """The cookie's value: derived from the token, so that it does not reveal the token and remains
-    valid after a restart of the server.
-    """
+    """The cookie's value. It does not reveal the token, and is the same after a restart."""
     return hmac.new(token.encode(), b"hangwatch session", hashlib.sha256).hexdigest()
 
 
 def is_cross_site(
     method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
 ) -> bool:
-    """Whether a request that changes something comes from a page of another site.
-    ``public_url`` is the address behind a proxy.
-
-    Browsers report it by themselves; other clients report nothing, and have no cookie that a page
-    could use. https://words.filippo.io/csrf/
+    """Whether a request that changes something comes from a page of another site. Browsers report
+    it by themselves; other clients report nothing, and have no cookie that a page could use:
+    https://words.filippo.io/csrf/. ``public_url`` is the address behind a proxy.
     """
     if method in SAFE_METHODS:
         return False
@@ -196,9 +175,7 @@ def is_cross_site(
 
 @functools.lru_cache(maxsize=256)
 def is_local_name(host: str | None, own_name: str) -> bool:
-    """Whether a Host header names this machine itself. Any other name may be an attempt at DNS
-    rebinding.
-    """
+    """Whether a Host header names this machine; other names may be an attempt at DNS rebinding."""
     try:
         name = urlsplit(f"//{host or ''}").hostname or ""
         if name == own_name or name == "localhost" or name.endswith(".localhost"):
@@ -209,9 +186,8 @@ def is_local_name(host: str | None, own_name: str) -> bool:
 
 
 class RequestGate:
-    """The ASGI application around that of the routes. It rejects requests that the authenticator
-    does not accept or that are larger than `limits.BODY`, and serves everything under ``prefix``,
-    also if the proxy has taken it off. Every response has the security headers.
+    """Rejects requests that the authenticator does not accept or that are larger than `limits.BODY`,
+    serves everything under ``prefix``, also if the proxy has taken it off, and adds headers.
     """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, prefix: str) -> None:
@@ -317,16 +293,14 @@ def _sanitize_redirect(target: str) -> str:
 
 @dataclass(slots=True)
 class LoginFailures:
-    """The times of recent wrong tokens, by address."""
+    """The times of the last wrong tokens, by address."""
 
     _failed_at: dict[str, deque[float]] = field(default_factory=dict)
 
     def wait_s(self, address: str, now: float) -> float:
         """Seconds until another attempt is accepted."""
         times = self._failed_at.get(address, deque())
-        while times and now - times[0] >= FAILURE_WINDOW_S:
-            times.popleft()
-        return FAILURE_WINDOW_S - (now - times[0]) if len(times) >= MAX_FAILURES else 0.0
+        return max(0.0, times[0] + FAILURE_WINDOW_S - now) if len(times) == MAX_FAILURES else 0.0
 
     def add_failure(self, address: str, now: float) -> None:
         self._failed_at.setdefault(address, deque(maxlen=MAX_FAILURES)).append(now)

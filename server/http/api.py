@@ -35,9 +35,8 @@ from . import stream
 from .app_state import State
 from .rendering import make_attachment, make_json_response
 
-# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for
-# each rank.
-MAX_MEMBERS_PER_PAGE = 1 << 18
+# A group of 100,000 ranks repeats all of them for each rank.
+MAX_MEMBERS_PER_PAGE = 1 << 18  # members of groups in one response, or 1.5 MB
 MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
 
 Item = TypeVar("Item")
@@ -69,9 +68,8 @@ class PageRequest:
         make_item: Callable[[Row], object],
         count_members: Callable[[Row], int] = lambda _: 0,
     ) -> Response:
-        """The page of ``rows`` as JSON. It is shorter than ``limit`` if its items would have more
-        than `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are
-        built. Raises Problem for a cursor that no row has.
+        """The page of ``rows`` as JSON, shorter if its items would have over `MAX_MEMBERS_PER_PAGE`
+        members. Only its items are built. Raises Problem for a cursor that no row has.
         """
         remaining = iter(rows)
         if self.after is not None and not any(make_cursor(row) == self.after for row in remaining):
@@ -106,8 +104,7 @@ def _read_page_request(default_limit: int) -> Callable[..., Awaitable[PageReques
     return read_page_request
 
 
-# The parameters of routes whose pages have up to 100 large items or 1000 small ones, unless the
-# request has another limit.
+# The pages of routes, with up to 100 large items or 1000 small ones unless the request says more.
 PageOf100 = Annotated[PageRequest, Depends(_read_page_request(100))]
 PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
 
@@ -258,7 +255,7 @@ async def download_bundle(state: State, id: str) -> Response:
         states, now = state.get_rank_states(attempt), state.now()
         described, is_large = list(states), len(states) > MAX_DETAILED_RANKS
         if is_large:  # the culprits and first waiting ranks, without members of groups
-            involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+            involved = incident.involved_ranks[: MAX_DETAILED_RANKS // 4]
             described = [rank for rank in involved if rank in states]
         ranks = [
             views.describe_rank(attempt, rank, states[rank], now, members=not is_large)

@@ -48,9 +48,7 @@ class AppState:
         return self.shared.now()
 
     def list_down_parts(self) -> dict[str, str]:
-        """The parts of the server that do not work, with reasons. These are shown without the
-        token, so they must not name a job.
-        """
+        """The parts that do not work, with reasons. Shown without the token: they name no job."""
         down = dict.fromkeys(self.tasks.list_down(), "it failed, and is started again")
         round_age_s = self.now() - self.watch.loop.last_round_at
         if round_age_s > NOT_READY_AFTER_S:
@@ -89,9 +87,7 @@ class AppState:
         return [attempt]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
-        """The state of each rank; in a large attempt, that of the last round of diagnosis, which
-        was at most a few seconds ago.
-        """
+        """The state of each rank; in a large attempt, that of the last round, seconds ago."""
         published_states = self.watch.diagnoser.get_record(attempt).rank_states
         if published_states and is_large(attempt.rank_count):
             return published_states
@@ -108,9 +104,7 @@ class AppState:
         return self.add_summary(attempt, view)[0]
 
     def add_summary(self, attempt: Attempt, job: JobView) -> tuple[JobView, str]:
-        """The view with the job's pace, and its condition in one sentence; and advice, which is empty
-        for a healthy job.
-        """
+        """The view with the job's pace and condition; and advice, empty for a healthy job."""
         last = self.watch.diagnoser.get_record(attempt)
         pace = last.steps_per_s
         paced = replace(job, steps_per_s=None if pace is None else round(pace, 3))
@@ -161,16 +155,16 @@ class AppState:
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
         """The incidents of the job, with the status, about the rank; the newest first."""
-        jobs = {job, *(a.job for a in self.shared.fleet.list_family(job or ""))}
-        matching = [
-            record
-            for record in self.shared.incidents.records.values()
-            for incident in [record.incident]
-            if (job is None or incident.job in jobs)
-            and (status is None or incident.status == status)
-            and (rank is None or rank in incident.culprits or rank in incident.waiting)
-        ]
-        return sorted(matching, key=lambda record: record.incident.id, reverse=True)
+        records = sorted(self.shared.incidents.records.items(), reverse=True)
+        matching = [record for _, record in records]
+        if job is not None:
+            jobs = {job, *(attempt.job for attempt in self.shared.fleet.list_family(job))}
+            matching = [record for record in matching if record.incident.job in jobs]
+        if status is not None:
+            matching = [record for record in matching if record.incident.status == status]
+        if rank is not None:
+            matching = [record for record in matching if rank in record.incident.involved_ranks]
+        return matching
 
     def get_incident(self, id: str) -> IncidentRecord:
         """Raises Problem if the id is unknown."""

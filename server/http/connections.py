@@ -30,10 +30,8 @@ CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Closes a connection if a request is not complete in time, or is larger than allowed without
-    its body. uvicorn itself limits only the time between two requests, and keeps headers in memory
-    before it is known whether the client may send them.
-
-    A request that arrives in one piece needs no timer here, unlike in a middleware.
+    its body. uvicorn itself limits only the time between two requests, and keeps any headers in
+    memory. A request that arrives in one piece needs no timer here, unlike in a middleware.
     """
 
     _peer_uid: int | None = None
@@ -85,44 +83,39 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        if self._pass_on(data):
-            return
+        worker = self._state.agent_worker
+        is_first = not self._head_bytes and not self._returned_data and self.cycle is None
+        if is_first and worker.is_running and data.startswith(worker.request_lines):
+            # A node agent begins a heartbeat. The state of TLS cannot be passed on.
+            has_tls = self.transport.get_extra_info("sslcontext") is not None
+            connected = self.transport.get_extra_info("socket")
+            if not has_tls and worker.take_connection(connected, data, self._peer_uid):
+                self.transport.abort()  # closes this process's descriptor only
+                return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > limits.HEAD.maximum and not self.transport.is_closing():
-            self._refuse(limits.HEAD)
+            self._refuse(limits.HEAD.make_problem())
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             self._set_timeout(HEAD_S)
         else:
             self._set_timeout(BODY_S if cycle.more_body else 0.0)
 
-    def _pass_on(self, data: bytes) -> bool:
-        """Passes the connection on if a node agent begins a heartbeat."""
-        worker = self._state.agent_worker
-        if not worker.is_running or not data.startswith(worker.request_starts):
-            return False
-        is_idle = not self._head_bytes and self.cycle is None
-        has_tls = self.transport.get_extra_info("sslcontext") is not None
-        if not is_idle or self._returned_data or has_tls:
-            return False
-        connected = self.transport.get_extra_info("socket")
-        if not worker.take_connection(connected, data, self._peer_uid):
-            return False
-        self.transport.abort()  # closes this process's descriptor only
-        return True
-
     def send_400_response(self, msg: str) -> None:
         if self._exceeded is not None:
-            self._refuse(self._exceeded)
+            self._refuse(self._exceeded.make_problem())
         else:
             super().send_400_response(msg)
 
-    def _refuse(self, limit: limits.Limit) -> None:
-        self._state.shared.counters.refusals_by_limit[limit.name] += 1
+    def _refuse(self, problem: Problem) -> None:
+        """Answers, unless an answer has begun, and closes the connection."""
+        self._state.shared.counters.refusals_by_limit.update(problem.limits)
         cycle = self.cycle
         if cycle is None or not cycle.response_started:
-            self._write_problem(limit.make_problem())
+            response = problem.make_response()
+            response.headers["connection"] = "close"
+            self.transport.write(format_response(response))
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -138,8 +131,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._set_timeout(0.0)
         super().connection_lost(exc)
         # Otherwise this object would stay in memory: uvicorn keeps a timer for a connection that
-        # the client reset, and the garbage collector rarely scans objects that have existed for a
-        # while.
+        # the client reset, and the garbage collector rarely scans old objects.
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         self.cycle = self.flow = None  # type: ignore[assignment]  # as before the connection
@@ -155,21 +147,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _close_stalled(self) -> None:
         self._timeout_s, self._deadline = 0.0, None
         cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_started:
-            detail = f"the request's body did not arrive within {BODY_S:g} s"
-            self._write_problem(Problem(408, detail))
-        self.transport.close()
-
-    def _write_problem(self, problem: Problem) -> None:
-        response = problem.make_response()
-        response.headers["connection"] = "close"
-        self.transport.write(format_response(response))
+        if cycle is None or not cycle.more_body:
+            return self.transport.close()
+        return self._refuse(Problem(408, f"the request's body did not arrive within {BODY_S:g} s"))
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application. While it runs, it also runs the agent worker and serves the connections
-    that this one returns. When a signal arrives, it ends the event streams and the requests that
-    wait for commands.
+    """Serves an application, runs the agent worker, and serves the connections that this one
+    returns. A signal also ends the event streams and the requests that wait for commands.
     """
 
     def __init__(self, state: AppState, app: ASGIApp, **options: Any) -> None:

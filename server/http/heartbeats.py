@@ -2,9 +2,8 @@
 any of it is applied; ``POST /api/v1/commands`` waits for what they should do; ``GET /api/v1/proof``
 proves that this server knows the token.
 
-`AgentEndpoint` answers them. They bypass the application's middleware and
-routing, which take longer than a heartbeat: `HeartbeatFastPath` passes on the requests that arrive here,
-and `AgentEndpoint.answer_frame` takes those that the process for node agents' connections has read.
+They bypass the application's middleware and routing, which take longer than a heartbeat. `AgentEndpoint`
+gets them from `HeartbeatFastPath`, or from the process for node agents' connections.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -23,12 +22,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, URGENT_PRIORITY
-from hangwatch.protocol.request_signing import may_report_job
+from hangwatch.protocol.request_signing import PROOF_HEADER, may_report_job
 
 from ..core import limits
 from ..core.problems import Problem
 from ..ingest import heartbeat_checks
-from ..ingest.connection_worker import WorkerFrame
+from ..ingest.connection_worker import WorkerFrame, split_head
 from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import QueuedHeartbeat
 from ..monitor.cadence import POLL_S
@@ -40,6 +39,7 @@ from .access import PEER_UID, AccessRefusedError, AgentGrant, Authenticator, rea
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
 _NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
+_PROOF_NAME = PROOF_HEADER.lower().encode()
 _SECURITY_HEADERS = [
     (name.lower().encode(), value.encode()) for name, value in rendering.SECURITY_HEADERS.items()
 ]
@@ -57,8 +57,11 @@ class AgentReply(Response):
         self.raw_headers = [
             (b"content-length", b"%d" % len(self.body)),
             (b"content-type", b"application/json"),
-            *grant.make_headers(self.body),
         ]
+        if grant.signed is not None and grant.credential is not None:
+            # This proves that the reply comes from a server that knows the token.
+            proof = grant.credential.make_proof(grant.signed, self.body)
+            self.raw_headers.append((_PROOF_NAME, proof.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,8 @@ class AgentEndpoint:
             if not answered.done():
                 answered.set_result(response)
 
-        try:
-            headers, body, grant = await self._receive(request)
-            self._submit_heartbeat(headers, body, grant, time.monotonic(), respond)
-        except Problem as problem:
-            return self.refuse(problem, is_heartbeat=True)
+        headers, body, grant = await self._receive(request)
+        self._submit_heartbeat(headers, body, grant, time.monotonic(), respond)
         return await answered
 
     async def post_poll(self, request: Request) -> Response:
@@ -119,22 +119,15 @@ class AgentEndpoint:
             send_response(rendering.format_response(response, _SECURITY_LINES))
 
         try:
-            request_line, *lines = frame.head.decode("latin-1").split("\r\n")
-            headers: dict[str, str] = {}  # the first one of each name, in lower case
-            for line in reversed(lines):
-                name, _, value = line.partition(":")
-                headers[name.lower()] = value.strip()
+            request_line, headers = split_head(frame.head)
             path = request_line.split(" ", 2)[1]
             peer_uid = None if frame.peer_uid < 0 else frame.peer_uid
             scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
             grant = self.authenticator.check_agent(scope, headers)
-            is_compressed, body = _is_compressed(headers), frame.body
-            grant.check_body(body)
-            if is_compressed:
-                body = decompress_body(body)
+            body = _unpack_body(headers, frame.body, grant)
             self._submit_heartbeat(headers, body, grant, frame.arrived_at, respond)
         except Exception as error:
-            respond(self.refuse(error, is_heartbeat=True))
+            respond(self.refuse(error))
 
     async def _receive(self, request: Request) -> tuple[dict[str, str], bytes, AgentGrant]:
         """The first header of each name, the decompressed body, and what the sender may send."""
@@ -144,13 +137,12 @@ class AgentEndpoint:
             for name, value in reversed(request.scope["headers"])
         }
         grant = self.authenticator.check_agent(request.scope, headers)
-        is_compressed = _is_compressed(headers)  # a refusal comes before a large body is read
+        _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
         if content_length.isdecimal():
             limits.BODY.check(int(content_length), remedy=_SIZE_REMEDY)
         body = await read_body(request.receive, limits.BODY, _SIZE_REMEDY)
-        grant.check_body(body)
-        return headers, decompress_body(body) if is_compressed else body, grant
+        return headers, _unpack_body(headers, body, grant), grant
 
     def _submit_heartbeat(
         self,
@@ -178,7 +170,7 @@ class AgentEndpoint:
 
         def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
             if isinstance(reply, Exception):
-                respond(self.refuse(reply, is_heartbeat=True))
+                respond(self.refuse(reply))
             else:
                 respond(AgentReply(codec.encode_message(reply), grant))
 
@@ -186,7 +178,7 @@ class AgentEndpoint:
             QueuedHeartbeat(decode_heartbeat, is_urgent, arrived_at, take_reply)
         )
 
-    def refuse(self, error: Exception, *, is_heartbeat: bool = False) -> Response:
+    def refuse(self, error: Exception, *, is_heartbeat: bool = True) -> Response:
         """The response to a request that failed, which is counted if that is due to its content."""
         if isinstance(error, AccessRefusedError):
             response: Response = error.args[0]
@@ -205,15 +197,16 @@ class HeartbeatFastPath:
     """The outermost ASGI application: it answers node agents, and ``app`` all other requests."""
 
     def __init__(self, app: ASGIApp, endpoint: AgentEndpoint, prefix: str) -> None:
-        self._app, self._endpoint = app, endpoint
-        self._routes: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
-        for before in ("", prefix):
-            self._routes["POST", before + HEARTBEAT_PATH] = endpoint.post_heartbeat
-            self._routes["POST", before + COMMANDS_PATH] = endpoint.post_poll
-            self._routes["GET", before + PROOF_PATH] = endpoint.get_proof
+        self._app, self._endpoint, self._prefix = app, endpoint, prefix
+        self._routes = {
+            ("POST", HEARTBEAT_PATH): endpoint.post_heartbeat,
+            ("POST", COMMANDS_PATH): endpoint.post_poll,
+            ("GET", PROOF_PATH): endpoint.get_proof,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handle = self._routes.get((scope.get("method", ""), scope.get("path", "")))
+        path = scope.get("path", "").removeprefix(self._prefix)
+        handle = self._routes.get((scope.get("method", ""), path))
         if handle is None:
             return await self._app(scope, receive, send)
         try:
@@ -221,7 +214,7 @@ class HeartbeatFastPath:
         except ClientDisconnect:
             return None
         except Exception as error:
-            response = self._endpoint.refuse(error)
+            response = self._endpoint.refuse(error, is_heartbeat=path == HEARTBEAT_PATH)
         response.raw_headers += _SECURITY_HEADERS
         await response(scope, receive, send)
 
@@ -276,6 +269,13 @@ def _is_compressed(headers: Mapping[str, str]) -> bool:
             headers={"Accept-Encoding": "gzip"},
         )
     return coding == "gzip"
+
+
+def _unpack_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
+    """The body without its compression. Raises Problem if it is not the one that was signed."""
+    if grant.signed is not None and not grant.signed.has_body(body):
+        raise Problem(401, "the request's body is not the one that was signed")
+    return decompress_body(body) if _is_compressed(headers) else body
 
 
 def decompress_body(body: bytes) -> bytes:

@@ -1,7 +1,6 @@
 """``/mcp`` for coding agents: the Model Context Protocol over streamable HTTP, with the token.
 
-The first request imports everything and starts the service, which takes seconds and 20 MB: most
-servers get no such request.
+The first request starts the service, which takes seconds and 20 MB: most servers get none.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _MAX_BODY_BYTES = 1 << 20
 
 
 class McpEndpoint:
-    """An ASGI application inside the one with the API's routes, which it calls: a request that was
-    accepted here may call those.
-    """
+    """An ASGI application that calls the API's routes: who may call this one may call those."""
 
     def __init__(self) -> None:
         self._started: asyncio.Future[Any] | None = None  # the session manager, once it runs

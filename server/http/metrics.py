@@ -1,7 +1,6 @@
 """``/metrics``: computed from the live state at each scrape, so that no gauge can be out of date.
 
-No label names a rank or a host, and only the newest jobs have series of their own: the number of
-series is bounded for a fleet of any size.
+The number of series is bounded: only the newest jobs have some of their own, no rank or host has.
 """
 
 from __future__ import annotations
@@ -127,26 +126,29 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.
         processes = list(attempt.processes.values())
         process_ages = [now - p.reports.agent_seen_at for p in processes if p.is_alive]
         ages[job] = max([ages.get(job, 0.0), *process_ages])
-        calls[job] += sum(
-            s.entered
-            for p in processes
-            for s in p.streams.values()
-            if s.kind is StreamKind.COLLECTIVE
-        )
+        streams = (stream for p in processes for stream in p.streams.values())
+        calls[job] += sum(s.entered for s in streams if s.kind is StreamKind.COLLECTIVE)
         dropped[job] += sum(p.dropped_records for p in processes)
         overflows[job] += sum(p.overflows for p in processes)
-        if job != OTHERS:
-            if reached := [p.step for p in processes if p.step is not None]:
-                steps[job] = min(reached)
-            if (pace := state.watch.diagnoser.get_record(attempt).steps_per_s) is not None:
-                paces[job] = pace
+        if job == OTHERS:
+            continue
+        reached = [p.step for p in processes if p.step is not None]
+        if reached:
+            steps[job] = min(reached)
+        pace = state.watch.diagnoser.get_record(attempt).steps_per_s
+        if pace is not None:
+            paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
-    yield make_metric("hangwatch_job_step", steps, JOB)
-    yield make_metric("hangwatch_job_steps_per_second", paces, JOB)
-    yield make_metric("hangwatch_heartbeat_age_seconds", ages, JOB)
-    yield make_metric("hangwatch_collectives", calls, JOB)
-    yield make_metric("hangwatch_records_dropped", dropped, JOB)
-    yield make_metric("hangwatch_overflows", overflows, JOB)
+    values_by_job: dict[str, Mapping[str, float]] = {
+        "hangwatch_job_step": steps,
+        "hangwatch_job_steps_per_second": paces,
+        "hangwatch_heartbeat_age_seconds": ages,
+        "hangwatch_collectives": calls,
+        "hangwatch_records_dropped": dropped,
+        "hangwatch_overflows": overflows,
+    }
+    for name, values in values_by_job.items():
+        yield make_metric(name, values, JOB)
 
 
 def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
@@ -198,11 +200,8 @@ def make_metric(
         family = core.GaugeMetricFamily(name, GAUGES[name], labels=labels)
     else:
         family = core.CounterMetricFamily(name, COUNTERS[name], labels=labels)
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            family.add_metric([key] if isinstance(key, str) else key, value)
-    else:
-        family.add_metric([], values)
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 
 
@@ -230,25 +229,28 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
     memory = [cost.memory for cost in costs]
-    yield make_metric("hangwatch_agents_cpu_seconds", watch.shared.agents.cpu_s)
-    yield make_metric("hangwatch_agents", len(reporting))
-    yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
-    yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))
-    yield make_metric("hangwatch_agents_answers_dropped", sum(cost.dropped for cost in costs))
+    counters, load = watch.shared.counters, watch.shared.load
+    values = {
+        "hangwatch_agents_cpu_seconds": watch.shared.agents.cpu_s,
+        "hangwatch_agents": len(reporting),
+        "hangwatch_agents_memory_bytes": sum(memory),
+        "hangwatch_agent_memory_max_bytes": max(memory, default=0),
+        "hangwatch_agents_answers_dropped": sum(cost.dropped for cost in costs),
+        "hangwatch_event_loop_lag_seconds": max(load.late_s, load.waited_s),
+        "hangwatch_heartbeats": counters.heartbeats,
+        "hangwatch_heartbeats_malformed": counters.malformed,
+        "hangwatch_heartbeats_refused": counters.refused,
+        "hangwatch_foreign_reports": counters.foreign_reports,
+        "hangwatch_resyncs": counters.resyncs,
+        "hangwatch_incidents_opened": counters.opened,
+        "hangwatch_diagnoses": counters.diagnoses,
+        "hangwatch_diagnosis_failures": watch.shared.failures.count,
+        "hangwatch_diagnosis_seconds": counters.diagnosis_s,
+        "hangwatch_store_failures": watch.persistence.failures,
+    }
+    for name, value in values.items():
+        yield make_metric(name, value)
     yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
-    late_s = max(watch.shared.load.late_s, watch.shared.load.waited_s)
-    yield make_metric("hangwatch_event_loop_lag_seconds", late_s)
-    counters = watch.shared.counters
-    yield make_metric("hangwatch_heartbeats", counters.heartbeats)
-    yield make_metric("hangwatch_heartbeats_malformed", counters.malformed)
-    yield make_metric("hangwatch_heartbeats_refused", counters.refused)
-    yield make_metric("hangwatch_foreign_reports", counters.foreign_reports)
-    yield make_metric("hangwatch_resyncs", counters.resyncs)
-    yield make_metric("hangwatch_incidents_opened", counters.opened)
-    yield make_metric("hangwatch_diagnoses", counters.diagnoses)
-    yield make_metric("hangwatch_diagnosis_failures", watch.shared.failures.count)
-    yield make_metric("hangwatch_diagnosis_seconds", counters.diagnosis_s)
-    yield make_metric("hangwatch_store_failures", watch.persistence.failures)
     refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
     sent: Counter[str] = Counter()

@@ -1,7 +1,6 @@
 """Evidence in detail: ``/api/v1/trace`` shows the calls of ranks as they are made,
 ``/api/v1/dumps`` their stacks, ``/api/v1/recordings`` where they spend their time. Recordings and the
-stacks of incidents can be downloaded as files for other tools: flame graphs, folded stacks, and
-profiles for speedscope.
+stacks of incidents can be downloaded as flame graphs, folded stacks, and profiles for speedscope.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from hangwatch.report.text import group_name, name_ranks
 from hangwatch.stacks import trees
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.profile import Profile, make_speedscope_document
-from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
 from ..ondemand.dumps import Dump, DumpRequest
@@ -76,10 +74,30 @@ async def stream_trace(
     ] = None,
 ) -> StreamingResponse:
     attempt = state.choose_attempt(job, rank)
-    _check_traceable(state, attempt, rank, group)
+    traces = state.shared.traces
+    if len(traces.requests) >= MAX_SESSIONS:
+        raise Problem(
+            503,
+            f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
+            headers={"Retry-After": "30"},
+        )
+    ended = [number for number in rank if attempt.processes[number].exit is not None]
+    if len(ended) == len(set(rank)):
+        have = "has" if len(ended) == 1 else "have"
+        detail = f"{name_ranks(ended)} of job {attempt.job!r} {have} ended and will make no calls"
+        raise Problem(409, detail)
+    groups = {
+        (stream.group.name, stream.group.desc)
+        for number in rank
+        for stream in attempt.processes[number].streams.values()
+        if stream.kind is not StreamKind.SETUP
+    }
+    if group and not any(group in names for names in groups):
+        known = ", ".join(sorted({group_name(*names) for names in groups})) or "none yet"
+        detail = f"unknown group {group!r} of {name_ranks(rank)}; known groups: {known}"
+        raise Problem(404, detail)
 
     async def stream_calls() -> AsyncIterator[str]:
-        traces = state.shared.traces
         trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
         session = traces.start_session(attempt, rank, trace_filter, state.now())
         try:
@@ -89,32 +107,6 @@ async def stream_trace(
             traces.drop_request(session.id)
 
     return stream.make_stream_response(state, stream_calls())
-
-
-def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
-    """Raises Problem for what cannot be traced."""
-    if len(state.shared.traces.requests) >= MAX_SESSIONS:
-        raise Problem(
-            503,
-            f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
-            headers={"Retry-After": "30"},
-        )
-    ended = [rank for rank in ranks if attempt.processes[rank].exit is not None]
-    if len(ended) == len(set(ranks)):
-        raise Problem(
-            409,
-            f"{name_ranks(ended)} of job {attempt.job!r} {'has' if len(ended) == 1 else 'have'}"
-            " ended and will make no calls",
-        )
-    groups = {
-        (stream.group.name, stream.group.desc)
-        for rank in ranks
-        for stream in attempt.processes[rank].streams.values()
-        if stream.kind is not StreamKind.SETUP
-    }
-    if group and not any(group in names for names in groups):
-        known = ", ".join(sorted({group_name(name, desc) for name, desc in groups})) or "none yet"
-        raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
 
 
 @routes.post(
@@ -271,9 +263,7 @@ def _format_frame(frame: Frame) -> str:
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
-    """A file for https://www.speedscope.app with a profile for each thread. Equal samples are adjacent,
-    as their order is not recorded.
-    """
+    """A file for https://www.speedscope.app. The order of a thread's samples is not recorded."""
     threads = (
         (f"rank {rank}, {thread.thread}", thread.stacks)
         for rank, profile in profiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import http
 from collections.abc import Sequence
 from datetime import datetime
@@ -36,10 +35,10 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 # Template blocks with this prefix are kept up to date; the name after it is the id of their element.
 PART_PREFIX = "part_"
-# A shape for each state, in a box of 16 by 16, so that states differ by more than colour.
-# The map's script reads them from the page.
+# A shape for each state, in a box of 16 by 16; the map's script reads them from the page.
 STATE_SHAPES = {
     "running": "M8 3.5a4.5 4.5 0 1 1 0 9a4.5 4.5 0 0 1 0-9z",
     "exited": "M8 2a6 6 0 1 1 0 12a6 6 0 0 1 0-12zM8 4.5a3.5 3.5 0 1 0 0 7a3.5 3.5 0 0 0 0-7z",
@@ -101,8 +100,7 @@ class PageRenderer:
         values.update(
             version=__version__, state_shapes=STATE_SHAPES, signed_out=False, root=path_prefix
         )
-        # The macros are a global, since `render_parts` renders blocks without their template's
-        # imports.
+        # `render_parts` renders blocks without their template's imports.
         values["ui"] = self.environment.get_template("_ui.html").make_module()
 
     def render_page(
@@ -133,9 +131,8 @@ class PageRenderer:
 
 
 def make_json_response(document: object, status_code: int = 200) -> Response:
-    """The JSON of documents or plain dataclasses. A route's ``response_model`` only describes it in
-    ``/openapi.json``: it is not validated again on each request, since an incident may name 100,000
-    ranks. A test validates it instead.
+    """The JSON of documents or plain dataclasses. A route's ``response_model`` only describes it: an
+    incident may name 100,000 ranks, so a test validates the documents, not each request.
     """
     return Response(msgspec.json.encode(document), status_code, media_type="application/json")
 
@@ -152,13 +149,8 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
 def format_response(response: Response, more_headers: bytes = b"") -> bytes:
     """A response as it is sent. ``more_headers`` are complete lines."""
     headers = [b"%s: %s\r\n" % header for header in response.raw_headers]
-    status_line = _format_status_line(response.status_code)
+    status_line = _STATUS_LINES[response.status_code]
     return b"".join((status_line, *headers, more_headers, b"\r\n", response.body))
-
-
-@functools.cache
-def _format_status_line(status: int) -> bytes:
-    return b"HTTP/1.1 %d %s\r\n" % (status, http.HTTPStatus(status).phrase.encode())
 
 
 def wants_json(request: Request) -> bool:

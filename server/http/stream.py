@@ -1,10 +1,7 @@
 """Keeps pages up to date: their parts are sent as server-sent events when they change.
 
-All viewers of a URL get the same parts, rendered once. A stream starts with all parts, so that a
-reader that reconnects needs no earlier state.
-
-Starlette sends the stream. A library such as sse-starlette would encode each event and send pings
-for each reader; here an event is encoded once for all readers, and ``alive`` replaces the pings.
+A stream starts with all parts, so that a reader that reconnects needs no earlier state. Parts are
+rendered and encoded once for all viewers of a URL; sse-starlette would encode them for each.
 """
 
 from __future__ import annotations

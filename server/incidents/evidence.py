@@ -88,13 +88,12 @@ def update_evidence(
     ``since`` is its onset, monotonic.
     """
     hosts = list_involved_hosts(attempt, replace(incident, began_at=since))
-    positions = collect_device_positions(attempt, incident)
     return replace(
         incident,
         processes=collect_processes(attempt, incident.culprits) or incident.processes,
         stacks=collect_stacks(attempt, incident, since, convert_date),
-        device=keep_known_positions(incident.device, positions),
-        hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
+        device=collect_device_positions(attempt, incident, incident.device),
+        hardware=collect_hardware(hosts, incident.hardware),
         hardware_missing=collect_missing(hosts) or incident.hardware_missing,
     )
 
@@ -154,26 +153,28 @@ def collect_stacks(
     culprits = list(_find_callers(attempt, incident.culprits, incident.group, since))
     victims = _find_callers(attempt, incident.waiting, incident.group, since)
     stacks = _merge_calling_stacks(culprits, convert_date)
-    detailed = culprits if len(incident.culprits) <= MAX_DETAILED_CULPRITS else []
-    for found in detailed:
-        others = [
-            thread
-            for thread in found.sample.threads
-            if thread is not found.thread and thread.thread != RECORDER_THREAD_NAME
-        ]
-        # First the child processes that the rank waits for, then its own thread that holds the GIL.
-        others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
-        stacks += [
-            make_stack([found.rank], found.sample, thread, convert_date)
-            for thread in others[:MAX_THREADS_SHOWN]
-        ]
+    if len(incident.culprits) <= MAX_DETAILED_CULPRITS:
+        for rank, sample, caller in culprits:
+            others = [
+                thread
+                for thread in sample.threads
+                if thread is not caller and thread.thread != RECORDER_THREAD_NAME
+            ]
+            # First the child processes that the rank waits for, then its own thread that holds
+            # the GIL.
+            others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
+            for thread in others[:MAX_THREADS_SHOWN]:
+                stacks.append(make_stack([rank], sample, thread, convert_date))
     stacks += _merge_calling_stacks(victims, convert_date)
-    before = incident.stacks
     covered = {rank for stack in stacks if stack.error is None for rank in stack.ranks}
-    kept = [s for s in before if s.error is None and covered.isdisjoint(s.ranks)]
-    kept_ranks = {rank for stack in kept for rank in stack.ranks}
+    kept: list[MergedStack] = []
+    kept_ranks: set[int] = set()
+    for stack in incident.stacks:
+        if stack.error is None and covered.isdisjoint(stack.ranks):
+            kept.append(stack)
+            kept_ranks.update(stack.ranks)
     current = [s for s in stacks if s.error is None or not kept_ranks.issuperset(s.ranks)]
-    return (*kept, *_keep_unchanged(before, current, _get_stack_content))
+    return (*kept, *_keep_unchanged(incident.stacks, current, _get_stack_content))
 
 
 def _find_callers(
@@ -212,9 +213,12 @@ def _keep_unchanged(
     return [earlier.get(get_content(entry), entry) for entry in now]
 
 
-def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[DevicePosition, ...]:
+def collect_device_positions(
+    attempt: Attempt, verdict: Verdict, before: tuple[DevicePosition, ...]
+) -> tuple[DevicePosition, ...]:
     """The positions of the members of the verdict's group, and of the groups that its waits are in.
-    If these are too many, the culprits and the members that have completed least are shown.
+    If these are too many, the culprits and the members that have completed least are shown. Positions
+    that are unchanged from ``before`` keep their age; if nothing is known any more, ``before`` is.
     """
     culprits = frozenset(verdict.culprits)
     names = {wait.group for wait in verdict.waits}
@@ -236,15 +240,9 @@ def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[Device
         DevicePosition(rank=rank, group=name, **device.list_counters(attempt.last_seen_at))
         for rank, name, device in shown
     ]
-    return tuple(sorted(positions, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
-
-
-def keep_known_positions(
-    before: Sequence[DevicePosition], now: Iterable[DevicePosition]
-) -> tuple[DevicePosition, ...]:
-    """``now``, but unchanged positions keep their age; ``before`` if nothing is known any more."""
-    current = _keep_unchanged(before, now, lambda p: (p.rank, p.group, p.counters))
-    return tuple(current or before)
+    positions.sort(key=lambda p: (p.group, p.rank not in culprits, p.rank))
+    current = _keep_unchanged(before, positions, lambda p: (p.rank, p.group, p.counters))
+    return tuple(current) or before
 
 
 def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
@@ -259,25 +257,31 @@ def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
     return verdict.advice
 
 
-def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:
-    """The observations of the hosts, faults first; versions are left out."""
-    found = [
-        HostObservation(host=host.name, observation=observation)
-        for host in hosts
-        for observation in host.observations
-        if observation.weight is not Weight.FACT
-    ]
+def collect_hardware(
+    hosts: Iterable[InvolvedHost], before: Iterable[HostObservation]
+) -> tuple[HostObservation, ...]:
+    """The observations of the hosts, faults first, then what was only observed ``before``. Unchanged
+    observations keep their age; versions are left out.
+    """
+    found: list[HostObservation] = []
+    for host in hosts:
+        for observation in host.observations:
+            if observation.weight is not Weight.FACT:
+                found.append(HostObservation(host=host.name, observation=observation))
     found.sort(key=lambda entry: entry.observation.weight is not Weight.FAULT)
-    return tuple(found[:MAX_OBSERVATIONS_SHOWN])
+    shown = {_get_key(entry): entry for entry in found[:MAX_OBSERVATIONS_SHOWN]}
+    for earlier in before:
+        current = shown.get(_get_key(earlier))
+        if current is None or current.observation.now == earlier.observation.now:
+            shown[_get_key(earlier)] = earlier
+    return tuple(shown.values())[:MAX_OBSERVATIONS_SHOWN]
 
 
 def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...]:
     """The sources that the hosts cannot read and for which there is a remedy."""
     hosts_by_gap: dict[UnavailableSource, list[str]] = {}
     for host in hosts:
-        if host.hardware is None:
-            continue
-        for gap in host.hardware.unavailable:
+        for gap in () if host.hardware is None else host.hardware.unavailable:
             if gap.remedy:
                 hosts_by_gap.setdefault(gap, []).append(host.name)
     missing = [
@@ -285,20 +289,6 @@ def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...
         for gap, names in hosts_by_gap.items()
     ]
     return tuple(missing[:MAX_GAPS_SHOWN])
-
-
-def keep_known_hardware(
-    before: Sequence[HostObservation], now: Sequence[HostObservation]
-) -> tuple[HostObservation, ...]:
-    """``now``, and what was only observed earlier. Unchanged observations keep their age."""
-    earlier = {_get_key(entry): entry for entry in before}
-    current = {_get_key(entry): entry for entry in now}
-    kept = {
-        key: entry
-        for key, entry in earlier.items()
-        if key not in current or current[key].observation.now == entry.observation.now
-    }
-    return tuple({**current, **kept}.values())[:MAX_OBSERVATIONS_SHOWN]
 
 
 def _get_key(entry: HostObservation) -> tuple[object, ...]:

@@ -198,21 +198,22 @@ class IncidentRegistry:
                 records.append(self._open_incident(attempt, verdict, now))
         for record in records:
             # An unconfirmed verdict about the call of an incident keeps it open.
+            incident = record.incident
             is_suspected = any(
                 not verdict.is_confirmed
                 and verdict.seq is not None
-                and verdict.seq == record.incident.seq
-                and relate_verdict(record.incident, verdict, gathering=False)
+                and verdict.seq == incident.seq
+                and relate_verdict(incident, verdict, gathering=False)
                 for verdict in verdicts
             )
             # The absence of a verdict counts once a rank of the incident was reported again.
             has_reported = attempt.last_seen_at >= record.last_seen_at and any(
                 process.reports.last_seen_at >= record.last_seen_at
-                for process in attempt.find_processes(record.incident.involved_ranks)
+                for process in attempt.find_processes(incident.involved_ranks)
             )
             if is_suspected or not has_reported:
                 record.last_seen_at = now
-            updated = update_evidence(record.incident, attempt, record.onset_at, self.clock.date)
+            updated = update_evidence(incident, attempt, record.onset_at, self.clock.date)
             self._replace_incident(record, updated)
             if record.last_seen_at < now and has_made_progress(record, attempt, now):
                 why = Resolution.ENDED if attempt.is_finished else Resolution.PROGRESS
@@ -422,12 +423,12 @@ def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Rel
         # the loss of a node are its consequences.
         may_be_first = verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
         return Relation.REFINES if gathering and may_be_first else Relation.CONSEQUENCE
-    if not is_hang(incident):
-        return Relation.NONE
     return _relate_to_hang(incident, verdict, gathering)
 
 
 def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    if not is_hang(incident):
+        return Relation.NONE
     if verdict.kind in _ENDS:
         return Relation.CONSEQUENCE  # launchers and people end jobs that hang
     if not _share_ranks(incident, verdict):
@@ -521,14 +522,16 @@ def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> b
     incident = record.incident
     if KINDS[incident.kind].is_call_error and not incident.waiting:
         return False  # no rank was blocked by the incident, so progress does not refute it
-    processes = list(attempt.processes.values())
+    processes = attempt.processes.values()
+    exits = [process.exit for process in processes if process.exit is not None]
     if attempt.is_finished:
-        is_clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)
+        is_clean = len(exits) == len(processes) and all(end.exit_status == 0 for end in exits)
         return is_clean or not incident.is_alert
-    has_failure = any(
-        p.exception is not None or (p.exit is not None and p.exit.has_failed) for p in processes
-    )
-    if has_failure or now - attempt.last_seen_at > RECENT_HEARTBEAT_S:
+    if now - attempt.last_seen_at > RECENT_HEARTBEAT_S:
+        return False
+    if any(end.has_failed for end in exits):
+        return False
+    if any(process.exception is not None for process in processes):
         return False
     absent_s = now - max(record.last_seen_at, attempt.opened_at)
     return absent_s >= (AFTER_RESTART_ABSENT_S if record.is_restored else VERDICT_ABSENT_S)

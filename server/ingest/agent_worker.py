@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hangwatch.tracking.fleet import AgentRegistry
@@ -20,12 +20,12 @@ from hangwatch.tracking.fleet import AgentRegistry
 from ..core import limits
 from ..core.events import wait_for_event
 from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
+from ..core.supervision import MIN_RESTART_DELAY_S, choose_restart_delay
 from .connection_worker import (
     MAX_PACKET_BYTES,
     FrameType,
     WorkerFrame,
     WorkerOptions,
-    decode_packet,
     encode_frame,
     encode_packet,
     take_frames,
@@ -38,28 +38,23 @@ MIN_HOSTS = 64  # fewer cost little, and one process is simpler to look after
 MAX_BUFFERED_BYTES = 256 << 20  # all requests together that are not complete
 CHECK_INTERVAL_S = 1.0  # the interval of checks whether the process is needed, and responds
 RESPONSE_TIMEOUT_S = 5.0
-# The delay doubles each time the process ends soon. Until it runs again, the server serves the
-# agents itself.
-MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # the buffers of the sockets that lead to the process
 
-# Answers a request (`WorkerFrame`), and passes the complete response on.
-AnswerRequest = Callable[[WorkerFrame, Callable[[bytes], None]], None]
 # Serves a connection: (the socket, and what was read from it).
 ServeConnection = Callable[[socket.socket, bytes], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentWorker(asyncio.Protocol):
-    """Starts the process once there are `MIN_HOSTS` hosts, and again if it ends. Everything runs on
-    the event loop's thread.
+    """Starts the process once there are `MIN_HOSTS` hosts, and again if it ends; until it runs, the
+    server serves the agents itself. Everything runs on the event loop's thread.
     """
 
-    heartbeat_paths: Iterable[str]
+    request_lines: tuple[bytes, ...]  # the requests that it serves
     agents: AgentRegistry
     heartbeat_queue: HeartbeatQueue
-    answer_request: AnswerRequest
-    request_starts: tuple[bytes, ...] = field(init=False)  # the request lines that it serves
+    # Answers a request, and passes the complete response on.
+    answer_request: Callable[[WorkerFrame, Callable[[bytes], None]], None]
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
     _serve_connection: ServeConnection = field(init=False, repr=False)  # set by `run`
@@ -73,10 +68,6 @@ class AgentWorker(asyncio.Protocol):
     _received_at: float = 0.0
     _paused_at: float | None = None  # the time since which reading is paused
     _marks: deque[asyncio.Event] = field(default_factory=deque)  # marks that were not returned yet
-
-    def __post_init__(self) -> None:
-        lines = [f"POST {path} HTTP/1.1" for path in self.heartbeat_paths]
-        self.request_starts = tuple(line.encode() for line in lines)
 
     async def run(self, serve_connection: ServeConnection) -> None:
         """``serve_connection`` takes the connections that the process returns."""
@@ -97,10 +88,7 @@ class AgentWorker(asyncio.Protocol):
                 except OSError as error:
                     log.error("the process that serves node agents cannot be started: %s", error)
                 self._clean_up()
-                has_lasted = time.monotonic() - started_at > MAX_RESTART_DELAY_S
-                delay_s = (
-                    MIN_RESTART_DELAY_S if has_lasted else min(MAX_RESTART_DELAY_S, 2 * delay_s)
-                )
+                delay_s = choose_restart_delay(delay_s, started_at)
                 await asyncio.sleep(delay_s)
         finally:
             self._clean_up()
@@ -129,7 +117,7 @@ class AgentWorker(asyncio.Protocol):
                 end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         fds = their_packets.fileno(), their_stream.fileno()
         options = WorkerOptions(
-            request_lines=[line.decode() for line in self.request_starts],
+            request_lines=[line.decode() for line in self.request_lines],
             max_head=limits.HEAD.maximum,
             max_body=limits.BODY.maximum,
             max_buffered=MAX_BUFFERED_BYTES,
@@ -172,9 +160,7 @@ class AgentWorker(asyncio.Protocol):
     def take_connection(
         self, connected: socket.socket, received: bytes, peer_uid: int | None
     ) -> bool:
-        """Passes a connection on, with what was read of its next request. The caller closes its own
-        descriptor. False if that is not possible now.
-        """
+        """Passes a connection on, with what was read of it. False if that is not possible now."""
         if self._packets is None or self._stream is None:
             return False
         peer = -1 if peer_uid is None else peer_uid
@@ -197,7 +183,8 @@ class AgentWorker(asyncio.Protocol):
         if not packet:
             asyncio.get_running_loop().remove_reader(self._packets)
         for fd in fds:
-            self._serve_connection(socket.socket(fileno=fd), decode_packet(packet)[2])
+            [frame] = take_frames(bytearray(packet))
+            self._serve_connection(socket.socket(fileno=fd), frame.body)
 
     # Requests
 
@@ -237,9 +224,7 @@ class AgentWorker(asyncio.Protocol):
     # Diagnosis
 
     async def read_arrived(self, within_s: float) -> bool:
-        """Waits until all heartbeats that have arrived by now were received from the process, up to
-        ``within_s`` seconds. False if that was too short.
-        """
+        """Waits until the process has passed on all that arrived; False after ``within_s`` seconds."""
         if self._stream is None:
             return True
         mark = asyncio.Event()

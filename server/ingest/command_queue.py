@@ -1,6 +1,4 @@
-"""Commands for the node agents, sent with the reply to a heartbeat or to a request that waits for them.
-The same evidence is requested only once at a time.
-"""
+"""Commands for the node agents, sent with the reply to a heartbeat or to a request that waits."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ _NO_COMMANDS = _AgentCommands()  # never filled
 
 @dataclass(slots=True, kw_only=True)
 class CommandQueue:
-    """Queued and unanswered commands. Times are the monotonic clock's."""
+    """Queued and unanswered commands. The same evidence is requested only once at a time."""
 
     clock: Clock
     _agents: dict[str, _AgentCommands] = field(default_factory=dict)  # most have none

@@ -1,16 +1,14 @@
 """The process that serves the connections of node agents: it reads their heartbeats, passes them on
 to the server, and writes the responses.
 
-So the server's own event loop has few connections, however many hosts there are, and the reading
-of thousands of heartbeats delays no other request. This process imports the standard library only, and
-knows of HTTP just enough for heartbeats: a connection with any other request is returned to the
-server. `agent_worker` starts the process, which ends when the server ends.
+So the reading of thousands of heartbeats delays no other request. This process imports the standard
+library only, and knows of HTTP just enough for heartbeats: a connection with any other request is
+returned to the server. `agent_worker` starts the process, which ends when the server ends.
 
 Frames go over a stream socket, in both directions: type (u8), connection (u64), the user at its other
 end (i64, -1 if unknown), time of arrival (f64, the machine's monotonic clock), size of the head (u32),
 size of the body (u32), the head and the body of a request or response. Connections are passed over a
-socket of packets: the connection's number (u64), the user at its other end (i64), and what was read
-from it so far; its file descriptor goes along.
+socket of packets: a frame whose body was read from the connection, together with its file descriptor.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FRAME_STRUCT = struct.Struct("<BQqdII")
-PACKET_STRUCT = struct.Struct("<Qq")
 MAX_PACKET_BYTES = 1 << 16  # less than the kernel's default for the packets of a socket
 
-_ODD_HEADERS = (b"transfer-encoding", b"expect", b"connection", b"upgrade")
+_ODD_HEADERS = frozenset(("transfer-encoding", "expect", "connection", "upgrade"))
 READ_BYTES = 1 << 16
 RESERVED_FILES = 128  # files that are no connections: the server has the same limit
 EVENTS_PER_POLL = 256
@@ -46,6 +43,7 @@ MANY_CONNECTIONS = 2048  # the long pause does not matter to so many hosts, whic
 
 
 class FrameType(enum.IntEnum):
+    CONNECTION = 0  # a connection, and what was read from it so far
     REQUEST = 1  # an agent's heartbeat
     RESPONSE = 2  # the complete response to the agent
     MARK = 3  # a mark is returned after all requests that had arrived
@@ -91,18 +89,12 @@ def take_frames(received: bytearray) -> Iterator[WorkerFrame]:
         del received[:at]
 
 
-def encode_packet(number: int, peer_uid: int, received: bytes | bytearray) -> bytes:
+def encode_packet(number: int, peer_uid: int, received: bytes) -> bytes:
     """The packet that goes along with a connection. Raises OSError if too much was received."""
-    packet = PACKET_STRUCT.pack(number, peer_uid) + received
+    packet = encode_frame(FrameType.CONNECTION, number, peer_uid, body=received)
     if len(packet) > MAX_PACKET_BYTES:
         raise OSError("too much was read of the connection")
     return packet
-
-
-def decode_packet(packet: bytes) -> tuple[int, int, bytes]:
-    """The connection's number, the user at its other end, and what was read from it."""
-    number, peer_uid = PACKET_STRUCT.unpack_from(packet)
-    return number, peer_uid, packet[PACKET_STRUCT.size :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,24 +114,28 @@ class OddRequestError(Exception):
     """The request is not an ordinary heartbeat: the server should answer it."""
 
 
-def parse_head(head: bytes, options: WorkerOptions) -> int:
-    """The size of a heartbeat's body. ``head`` lacks the empty line. Raises OddRequestError."""
-    request_line, *lines = head.split(b"\r\n")
-    if len(head) > options.max_head or request_line.decode("latin-1") not in options.request_lines:
-        raise OddRequestError
-    body_bytes = -1
+def split_head(head: bytes) -> tuple[str, dict[str, str]]:
+    """The request line, and the headers by name in lower case. Raises OddRequestError."""
+    request_line, *lines = head.decode("latin-1").split("\r\n")
+    headers: dict[str, str] = {}
     for line in lines:
-        name, colon, value = line.partition(b":")
-        name, value = name.lower(), value.strip()
-        if not colon or name.strip() != name or name in _ODD_HEADERS:
+        name, colon, value = line.partition(":")
+        name = name.lower()
+        if not colon or name.strip() != name or name in headers:
             raise OddRequestError
-        if name == b"content-length":
-            if body_bytes >= 0 or not value.isdigit() or int(value) > options.max_body:
-                raise OddRequestError
-            body_bytes = int(value)
-    if body_bytes < 0:
+        headers[name] = value.strip()
+    return request_line, headers
+
+
+def parse_head(head: bytes, options: WorkerOptions) -> int:
+    """The size of a heartbeat's body. Raises OddRequestError."""
+    request_line, headers = split_head(head)
+    if len(head) > options.max_head or request_line not in options.request_lines:
         raise OddRequestError
-    return body_bytes
+    size = headers.get("content-length", "")
+    if not size.isdecimal() or int(size) > options.max_body or not _ODD_HEADERS.isdisjoint(headers):
+        raise OddRequestError
+    return int(size)
 
 
 @dataclass(slots=True)
@@ -214,12 +210,13 @@ class ConnectionWorker:
                     raise ConnectionError
                 if not fds:
                     continue  # the connection is lost, as this process may not open another file
-                number, peer_uid, received = decode_packet(packet)
+                [frame] = take_frames(bytearray(packet))
                 connected = socket.socket(fileno=fds[0])
                 connected.setblocking(False)
-                connection = _Connection(number, peer_uid, connected, bytearray(received))
+                received = bytearray(frame.body)
+                connection = _Connection(frame.number, frame.peer_uid, connected, received)
                 self._buffered_bytes += len(received)
-                self._by_fd[fds[0]] = self._by_number[number] = connection
+                self._by_fd[fds[0]] = self._by_number[frame.number] = connection
                 self._epoll.register(fds[0], select.EPOLLIN)
                 if len(self._by_fd) > self._max_connections:
                     self._return_connection(connection)
@@ -238,8 +235,9 @@ class ConnectionWorker:
                 for fd, events in self._epoll.poll(0, len(self._by_fd) + 2):
                     self._handle_events(fd, events)
                 self._to_server.append(encode_frame(FrameType.MARK))
-            else:
-                self._send_response(frame)
+            elif (connection := self._by_number.get(frame.number)) is not None:
+                connection.unsent = frame.body
+                self._send_unsent(connection)
 
     def _handle_events(self, fd: int, events: int) -> None:
         connection = self._by_fd.get(fd)
@@ -293,12 +291,6 @@ class ConnectionWorker:
         connection.head_bytes, connection.is_answered = 0, False
         return self._set_timeout(connection, 0.0)
 
-    def _send_response(self, frame: WorkerFrame) -> None:
-        connection = self._by_number.get(frame.number)
-        if connection is not None:
-            connection.unsent = frame.body
-            self._send_unsent(connection)
-
     def _send_unsent(self, connection: _Connection) -> None:
         """Sends what the connection takes of the response; another request may follow it."""
         try:
@@ -320,7 +312,8 @@ class ConnectionWorker:
     def _return_connection(self, connection: _Connection) -> None:
         """Returns the connection to the server, with what was read of the request."""
         with contextlib.suppress(OSError):  # the agent of a connection that is lost connects again
-            packet = encode_packet(connection.number, connection.peer_uid, connection.received)
+            received = bytes(connection.received)
+            packet = encode_packet(connection.number, connection.peer_uid, received)
             socket.send_fds(self._packets, [packet], [connection.socket.fileno()])
         self._close_connection(connection)
 
@@ -332,9 +325,7 @@ class ConnectionWorker:
         connection.socket.close()
 
     def _set_timeout(self, connection: _Connection, timeout_s: float) -> None:
-        """Begins to wait for the agent; 0: nothing is expected of it. Receiving a part of a request
-        does not prolong the time.
-        """
+        """Begins to wait for the agent, unless it waits already; 0: nothing is expected of it."""
         if timeout_s != connection.timeout_s:
             connection.timeout_s = timeout_s
             connection.deadline = time.monotonic() + timeout_s if timeout_s else math.inf

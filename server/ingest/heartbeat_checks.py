@@ -1,20 +1,16 @@
 """Decodes heartbeats, and checks before any of it is applied that each is within the limits and
 reports nothing that belongs to another node agent.
 
-Heartbeats are nearly everything that the server reads, so msgspec decodes them, straight into the
-dataclasses of the protocol: the annotations are the schema, and each field is declared once.
-Decoding into generated `msgspec.Struct` types would take half the time (25 instead of 47 us for
-8 ranks with 4 groups each, 7 instead of 10 us for a brief heartbeat, CPython 3.11), but then the
-server would handle objects that only look like the messages: `dataclasses.replace` and
-`isinstance` fail on them. The messages must have no ``slots``, with which msgspec takes 109 us for
-the same 8 ranks.
+msgspec decodes them straight into the dataclasses of the protocol, whose annotations are the schema.
+Generated `msgspec.Struct` types would take half the time (25 instead of 47 us for 8 ranks with 4
+groups each, 7 instead of 10 us for a brief heartbeat, CPython 3.11), but `dataclasses.replace` and
+`isinstance` fail on them. With ``slots`` in the messages, msgspec takes 109 us for the same 8 ranks.
 
-What msgspec refuses is decoded again by rules that are less strict: they accept compatible types,
-such as a number that is written as a string. Either way the first error ends the decoding: a list of
-a million invalid items costs no more than one.
+What msgspec refuses is decoded again by rules that accept compatible types, such as a number that is
+written as a string. Either way the first error ends the decoding, however many there are.
 
-One node agent reports a process until it is silent. Another sender that claims to report it, or its
-rank, is refused: otherwise one job's agent could hide or invent another job's verdicts.
+Until a node agent is silent, nobody else may report its processes or their ranks: otherwise one job's
+agent could hide or invent another job's verdicts.
 """
 
 from __future__ import annotations
@@ -73,7 +69,25 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
         _check_version(decode_head(body).version)
         raise _make_refusal(error) from None
     _check_version(beat.version)
-    _check_identities(beat)
+    names = [beat.host, beat.agent]
+    groups: list[heartbeat.StreamIdentity] = []
+    for process in beat.processes:
+        names.append(process.key)
+        groups += [s.identity for s in process.streams if s.identity is not None]
+        identity = process.identity
+        if identity is None:
+            continue
+        names.append(identity.job)
+        if not 0 <= identity.restart <= limits.RESTART.maximum:
+            raise limits.RESTART.make_problem(f"{identity.restart} restarts of {process.key}")
+        rank, world_size = identity.rank, identity.world_size
+        if not (0 <= rank < limits.RANK.maximum and 0 <= world_size <= limits.RANK.maximum):
+            raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
+    for name in names:
+        if not 0 < len(name) <= limits.NAME.maximum or not name.isprintable():
+            raise limits.NAME.make_problem(f"the name {name[:40]!r}")
+    if groups:
+        limits.HEARTBEAT_MEMBERS.check(count_members(groups), "{} members of process groups")
     return beat
 
 
@@ -89,9 +103,8 @@ def _check_version(version: int) -> None:
 
 
 def _check_sizes(body: bytes) -> None:
-    """Raises Problem for anything but JSON; for so much JSON that parsing it could exhaust the memory,
-    where braces, commas and brackets in texts count, too; and for a text or a list beyond the limits,
-    without building either.
+    """Raises Problem for anything but JSON, for so much JSON that parsing it could exhaust the memory,
+    and for a text or a list beyond the limits, without building either.
     """
     BodyVolume().add_part(body)
     try:
@@ -126,8 +139,9 @@ class BodyVolume:
 
     def add_part(self, part: bytes) -> None:
         """Raises Problem for more than a heartbeat may have."""
-        self.objects += part.count(b"{")
-        self.values += part.count(b"{") + part.count(b"[") + part.count(b",")
+        objects = part.count(b"{")
+        self.objects += objects
+        self.values += objects + part.count(b"[") + part.count(b",")
         limits.OBJECTS.check(self.objects, "{} objects")
         limits.VALUES.check(self.values, "{} values")
 
@@ -205,31 +219,6 @@ def decode_head(body: bytes) -> HeartbeatHead:
         return HeartbeatHead()
 
 
-def _check_identities(beat: heartbeat.Heartbeat) -> None:
-    """Raises Problem for an invalid name or rank, and for too many members of process groups."""
-    names = [beat.host, beat.agent]
-    for process in beat.processes:
-        names.append(process.key)
-        if process.identity is not None:
-            names.append(process.identity.job)
-    longest = limits.NAME.maximum
-    for name in names:
-        if not 0 < len(name) <= longest or not name.isprintable():
-            raise limits.NAME.make_problem(f"the name {name[:40]!r}")
-    for process in beat.processes:
-        identity = process.identity
-        if identity is None:
-            continue
-        if not 0 <= identity.restart <= limits.RESTART.maximum:
-            raise limits.RESTART.make_problem(f"{identity.restart} restarts of {process.key}")
-        rank, world_size = identity.rank, identity.world_size
-        if not (0 <= rank < limits.RANK.maximum and 0 <= world_size <= limits.RANK.maximum):
-            raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
-    groups = [s.identity for p in beat.processes for s in p.streams if s.identity is not None]
-    if groups:
-        limits.HEARTBEAT_MEMBERS.check(count_members(groups), "{} members of process groups")
-
-
 def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
     """The members of all different groups. Raises Problem for an invalid list of ranks."""
     members = 0
@@ -260,9 +249,22 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
         limits.AGENTS.check(len(fleet.agents) + 1, remedy=_REMEDY)
+    growing: list[heartbeat.ProcessUpdate] = []  # usually none
+    for update in beat.processes:
+        if update.identity is not None or any(s.identity is not None for s in update.streams):
+            growing.append(update)
+        # Few processes come near the limit: only these are counted exactly.
+        if len(update.streams) > limits.STREAMS.maximum // 2:
+            uids = {stream.uid for stream in update.streams}
+            known = fleet.processes.get((beat.host, update.key))
+            if known is not None:
+                uids |= known.streams.keys()
+            limits.STREAMS.check(len(uids), f"process {update.key}")
+    if not growing:
+        return
     new_identities = [
         process.identity
-        for process in beat.processes
+        for process in growing
         if process.identity is not None and (beat.host, process.key) not in fleet.processes
     ]
     if new_identities:
@@ -277,18 +279,10 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         new_jobs -= attempt_counts.keys()
         if new_jobs:
             limits.ATTEMPTS.check(len(fleet.attempts) + len(new_jobs), remedy=_REMEDY)
-    for update in beat.processes:
-        # Few processes come near the limit: only these are counted exactly.
-        if len(update.streams) <= limits.STREAMS.maximum // 2:
-            continue
-        uids = {stream.uid for stream in update.streams}
-        known = fleet.processes.get((beat.host, update.key))
-        if known is not None:
-            uids |= known.streams.keys()
-        limits.STREAMS.check(len(uids), f"process {update.key}")
-    names_groups = any(s.identity is not None for p in beat.processes for s in p.streams)
-    adds_members = (names_groups or bool(new_identities)) and _check_members(beat, fleet)
-    if new_identities or adds_members:
+    added_members = _count_added_members(beat.host, growing, fleet)
+    if added_members:
+        limits.MEMBERS.check(fleet.count_members() + added_members, remedy=_REMEDY)
+    if new_identities or added_members:
         limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
 
 
@@ -302,15 +296,14 @@ class _Growth:
     groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
 
 
-def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
-    """Whether its groups and worlds add members to those in memory. Raises Problem if too many."""
+def _count_added_members(
+    host: str, processes: Iterable[heartbeat.ProcessUpdate], fleet: Fleet
+) -> int:
+    """The members that groups and worlds add. Raises Problem if an attempt would have too many."""
     growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
-    for process in beat.processes:
+    for process in processes:
         identity = process.identity
-        groups = [s.identity for s in process.streams if s.identity is not None]
-        if identity is None and not groups:
-            continue  # almost all processes of almost all heartbeats
-        reported = fleet.processes.get((beat.host, process.key))
+        reported = fleet.processes.get((host, process.key))
         if reported is not None:
             grown = growth.setdefault(reported.attempt.key, _Growth(reported.attempt))
         elif identity is not None:
@@ -322,8 +315,11 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
             continue  # updates of an unknown process are not applied
         if identity is not None:
             grown.world_size = max(grown.world_size, identity.world_size)
-        known = grown.attempt
-        grown.groups.update(g for g in groups if known is None or not known.has_group(g))
+        attempt = grown.attempt
+        for stream in process.streams:
+            group = stream.identity
+            if group is not None and (attempt is None or not attempt.has_group(group)):
+                grown.groups.add(group)
     added = 0
     for grown in growth.values():
         known_count = known_size = 0
@@ -334,9 +330,7 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
         if members:
             limits.ATTEMPT_MEMBERS.check(known_count + members)
         added += max(members, grown.opened_world_size)
-    if added:
-        limits.MEMBERS.check(fleet.count_members() + added, remedy=_REMEDY)
-    return added > 0
+    return added
 
 
 def drop_foreign_reports(

@@ -77,10 +77,8 @@ class HeartbeatQueue:
         return self._start_draining()
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
-        """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile.
-
-        Before that, applies the heartbeats that have arrived, and all urgent ones, as far as
-        ``within_s`` seconds allow.
+        """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile. Before
+        that, applies those that have arrived, and all urgent ones, for up to ``within_s`` seconds.
         """
         until = time.monotonic() + within_s
         if within_s:

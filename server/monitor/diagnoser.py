@@ -53,6 +53,8 @@ class AttemptRecord:
     rank_states: dict[int, RankState] = field(default_factory=dict)
     large_job: JobView | None = None  # None for a small attempt
     job_state: str = ""  # as the last event on the job said
+    stored_state: str = ""  # as the database holds it
+    stored_at: float = 0.0
     states_due_at: float = 0.0  # the states of a large attempt are not read before this time
     # Step numbers, and when they were sampled.
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEP_SAMPLES))

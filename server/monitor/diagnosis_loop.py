@@ -19,7 +19,6 @@ from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
-from ..storage.persistence import PersistenceWorker
 from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S
 from .diagnoser import Diagnoser
 from .job_claims import JobClaims
@@ -105,7 +104,6 @@ class Retention:
     """Drops attempts and node agents, and what each part keeps for them."""
 
     shared: SharedState
-    persistence: PersistenceWorker
     diagnoser: Diagnoser
     _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
     _dropping: asyncio.Task[None] | None = None
@@ -113,8 +111,23 @@ class Retention:
 
     def drop_expired(self, now: float) -> None:
         """Drops old attempts, and silent agents that are silent for long or have no live rank."""
-        for attempt in self._find_expired(now):
-            self.drop_attempt(attempt)
+        attempts = self.shared.fleet.attempts
+        # The keys are sorted by job and number, so that each job's last number remains.
+        latest_numbers = {key.job: key.number for key in sorted(attempts)}
+        finished_count = process_count = 0
+        for attempt in sorted(attempts.values(), key=lambda a: -a.last_seen_at):
+            is_succeeded = attempt.number != latest_numbers[attempt.job]
+            silent_s = now - attempt.last_seen_at
+            # The exit of ranks on a lost host is never reported.
+            is_over = attempt.is_finished or (is_succeeded and silent_s > SUCCEEDED_SILENT_S)
+            is_expired = silent_s > (FINISHED_KEPT_S if is_over else NOT_REPORTING_LIMIT_S)
+            if is_over:
+                finished_count += 1
+                process_count += len(attempt.processes)
+                is_expired |= finished_count > FINISHED_ATTEMPTS_KEPT
+                is_expired |= is_succeeded and process_count > SUCCEEDED_PROCESSES_KEPT
+            if is_expired:
+                self.drop_attempt(attempt)
         if self._large_dropped and (self._dropping is None or self._dropping.done()):
             self._dropping = asyncio.create_task(self._drop_processes())
         if now < self._silence_check_due_at:
@@ -137,31 +150,6 @@ class Retention:
             fleet.drop_processes(attempt, len(attempt.processes))
         self.diagnoser.attempts.pop(attempt.key, None)
         self.shared.performance.attempts.pop(attempt.key, None)
-        self.persistence.forget_attempt(attempt.key)
-
-    def _find_expired(self, now: float) -> list[Attempt]:
-        attempts = self.shared.fleet.attempts
-        # The keys are sorted by job and number, so that each job's last number remains.
-        latest_numbers = {key.job: key.number for key in sorted(attempts)}
-        expired: list[Attempt] = []
-        finished_count = process_count = 0
-        for attempt in sorted(attempts.values(), key=lambda a: -a.last_seen_at):
-            is_succeeded = attempt.number != latest_numbers[attempt.job]
-            silent_s = now - attempt.last_seen_at
-            # The exit of ranks on a lost host is never reported.
-            is_over = attempt.is_finished or (is_succeeded and silent_s > SUCCEEDED_SILENT_S)
-            if not is_over:
-                if silent_s > NOT_REPORTING_LIMIT_S:
-                    expired.append(attempt)
-                continue
-            finished_count += 1
-            process_count += len(attempt.processes)
-            is_excess = finished_count > FINISHED_ATTEMPTS_KEPT or (
-                is_succeeded and process_count > SUCCEEDED_PROCESSES_KEPT
-            )
-            if is_excess or silent_s > FINISHED_KEPT_S:
-                expired.append(attempt)
-        return expired
 
     async def _drop_processes(self) -> None:
         """Frees the memory of dropped large attempts in small steps: each takes a second in all."""

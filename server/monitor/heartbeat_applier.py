@@ -27,20 +27,19 @@ class HeartbeatApplier:
     def apply_heartbeat(
         self, beat: heartbeat.Heartbeat, urgent: bool = False
     ) -> heartbeat.HeartbeatReply:
-        shared = self.shared
-        scheduler = self.report_scheduler
-        counters = shared.counters
+        shared, scheduler = self.shared, self.report_scheduler
+        fleet, counters = shared.fleet, shared.counters
         now = shared.now()
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
-        beat, foreign = drop_foreign_reports(beat, shared.fleet, now)
+        beat, foreign = drop_foreign_reports(beat, fleet, now)
         counters.foreign_reports += foreign
         is_known = beat.agent in shared.agents
-        is_complete = shared.fleet.apply_heartbeat(beat, now)
+        is_complete = fleet.apply_heartbeat(beat, now)
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
         counters.resyncs += needs_resync
-        shared.performance.apply_heartbeat(beat, shared.fleet, now)
+        shared.performance.apply_heartbeat(beat, fleet, now)
         evidence: tuple[CommandReply, ...] = (*beat.samples, *beat.calls, *beat.hardware)
         shared.commands.mark_answered(beat.agent, {reply.request for reply in evidence})
         shared.dumps.apply_samples(beat.samples, now)
@@ -50,9 +49,8 @@ class HeartbeatApplier:
             self.aborter.orders.apply_replies(beat.aborts)
         # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
         # may be as late: what it will need is requested now.
-        for process in shared.fleet.list_processes(beat.agent) if beat.processes else ():
-            attempt = process.attempt
-            rank = process.rank
+        for process in fleet.list_processes(beat.agent) if beat.processes else ():
+            attempt, rank = process.attempt, process.rank
             requests: list[EvidenceRequest] = []
             if process.needs_wait_sample:
                 attempt.has_urgent_changes = True

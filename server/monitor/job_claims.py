@@ -123,17 +123,17 @@ class JobClaims:
             for record in incidents.records.values():
                 if record.is_live and get_family(record.incident.job) == job:
                     record.is_own = False
-                    self.persistence.forget_incident(record.incident.id)
         self._held &= locked
         self._adopted &= locked
         for job in locked - self._adopted:
             # The job continues as after a restart of the server that had it.
-            history = await asyncio.to_thread(self.persistence.store.adopt_job, job)
-            incidents.load_records(history.incidents)
-            incidents.changed.update(record.incident.id for record in history.incidents)
-            self.persistence.resume_deliveries(history.deliveries)
-            unknown = [a for a in history.attempts if fleet.latest_attempt(a.job) is None]
-            restore_former_attempts(self.shared, unknown)
+            records, deliveries, attempts = await asyncio.to_thread(
+                self.persistence.store.adopt_job, job
+            )
+            incidents.load_records(records)
+            incidents.changed.update(record.incident.id for record in records)
+            self.persistence.resume_deliveries(deliveries)
+            restore_former_attempts(self.shared, attempts)
             self._adopted.add(job)
             self._held.add(job)
         running = {get_family(key.job) for key in fleet.attempts}
@@ -148,8 +148,10 @@ class JobClaims:
 
 
 def restore_former_attempts(shared: SharedState, attempts: Iterable[AttemptView]) -> None:
-    """Restores the last attempt of each job, whose number the next attempt's number follows."""
+    """Restores the last attempt of each job that is unknown, whose number the next one follows."""
     for stored in attempts:
+        if shared.fleet.latest_attempt(stored.job) is not None:
+            continue
         shared.fleet.former_attempts[stored.job] = FormerAttempt(
             number=stored.attempt,
             restart=stored.restart,

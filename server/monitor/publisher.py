@@ -28,6 +28,7 @@ StateChanges = dict[tuple[RankState | None, RankState], list[int]]
 
 MAX_ALERT_DELAY_S = 1.5  # the longest wait of an alert for its culprits' stacks
 SAMPLE_INTERVAL_S = 1.0  # the interval of the samples of a job's step number
+STORE_INTERVAL_S = 10.0  # an attempt whose state does not change is stored at this interval
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,19 +110,22 @@ class ChangePublisher:
             }
             shared.events.publish_event("rank", event)
         is_latest = shared.fleet.latest_attempt(attempt.job) is attempt
-        if is_latest or not attempt.is_finished:
-            self.persistence.record_attempt(
-                AttemptView(
-                    job=job.job,
-                    attempt=job.attempt,
-                    state=job.state,
-                    world_size=job.world_size,
-                    hosts=job.hosts,
-                    opened_at=shared.clock.date(attempt.opened_at),
-                    last_seen_at=shared.clock.date(attempt.last_seen_at),
-                    restart=attempt.restart,
-                )
+        has_changed = published.stored_state != job.state
+        if not attempt.is_finished:
+            has_changed = has_changed or now - published.stored_at >= STORE_INTERVAL_S
+        if has_changed and (is_latest or not attempt.is_finished):
+            published.stored_state, published.stored_at = job.state, now
+            stored = AttemptView(
+                job=job.job,
+                attempt=job.attempt,
+                state=job.state,
+                world_size=job.world_size,
+                hosts=job.hosts,
+                opened_at=shared.clock.date(attempt.opened_at),
+                last_seen_at=shared.clock.date(attempt.last_seen_at),
+                restart=attempt.restart,
             )
+            self.persistence.record_attempt(stored)
         if is_latest:
             steps = published.steps
             is_due = not steps or now - steps[-1][0] >= SAMPLE_INTERVAL_S

@@ -221,6 +221,16 @@ def describe_job_status(
     reported = len(attempt.processes)
     silent_s = attempt.last_seen_at - attempt.newest_call_at
     is_silent = attempt.newest_call_at > 0.0 and silent_s >= stall_after_s
+    # The first ranks that have not reported: some runs, and the start of one more.
+    absent: list[int] = []
+    remaining_runs = MAX_ABSENT_RUNS
+    world_size = min(attempt.world_size, MAX_RANKS_SHOWN) if reported < expected else 0
+    for rank in range(world_size):
+        if rank not in attempt.processes:
+            remaining_runs -= not absent or absent[-1] != rank - 1
+            absent.append(rank)
+            if remaining_runs < 0:
+                break
     # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
     searched = itertools.islice(
         attempt.processes.values(), MAX_PROCESSES_SEARCHED if is_silent else 0
@@ -231,7 +241,7 @@ def describe_job_status(
         reported=reported,
         dead=job.states.get(RankState.DEAD, 0),
         lost=job.states.get(RankState.LOST, 0),
-        absent=_find_first_absent(attempt) if reported < expected else (),
+        absent=absent,
         last_seen_s=job.last_seen_s,
         step=job.step,
         steps_per_s=job.steps_per_s,
@@ -247,19 +257,6 @@ def describe_job_status(
     if not notes or attempt.is_finished:
         return status, advice
     return f"{status} {join_notes(notes)}", advice
-
-
-def _find_first_absent(attempt: Attempt) -> list[int]:
-    """The first ranks that have not reported: `MAX_ABSENT_RUNS` runs, and the start of one more."""
-    absent: list[int] = []
-    remaining_runs = MAX_ABSENT_RUNS
-    for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):
-        if rank not in attempt.processes:
-            remaining_runs -= not absent or absent[-1] != rank - 1
-            absent.append(rank)
-            if remaining_runs < 0:
-                break
-    return absent
 
 
 def list_expected_ranks(attempt: Attempt) -> list[int]:

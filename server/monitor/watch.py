@@ -52,7 +52,7 @@ class Watch:
             diagnoser=self.diagnoser,
             repeat_after_s=settings.repeat_interval,
         )
-        retention = Retention(shared=shared, persistence=persistence, diagnoser=self.diagnoser)
+        retention = Retention(shared=shared, diagnoser=self.diagnoser)
         self.job_claims: JobClaims | None = None  # None: no other server shares the database
         if (locks := store.job_locks) is not None:
             self.job_claims = JobClaims(

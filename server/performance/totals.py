@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
@@ -80,7 +79,9 @@ class PerformanceTotals:
             if stream is None or not process.holds_rank or not _is_plausible(part):
                 continue
             job = self.attempts.setdefault(process.attempt.key, JobTotals())
-            job.add_report(part)
+            for reported in part.totals:
+                op = reported.op if reported.op in OPERATIONS else OTHER_OPS
+                job.operations.setdefault(op, OperationTotals()).add_calls(reported)
             group = job.get_group(stream.group)
             if group is None:
                 continue
@@ -89,8 +90,10 @@ class PerformanceTotals:
             group.queued |= stream.completed is None
             members = stream.group.ranks
             if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
-                for spread_s in group.add_samples(rank, beat.agent, part.samples, self.clocks, now):
-                    job.spread.add_duration(spread_s * 1e6)
+                for spread_us in group.add_samples(
+                    rank, beat.agent, part.samples, self.clocks, now
+                ):
+                    job.spread.add_duration(spread_us)
 
     def get_job(self, attempt: Attempt) -> JobTotals:
         """The totals of an attempt; empty ones if it has not reported any calls."""
@@ -132,11 +135,6 @@ class JobTotals:
     operations: dict[str, OperationTotals] = field(default_factory=dict)  # all groups together
     spread: DurationHistogram = field(default_factory=DurationHistogram)
 
-    def add_report(self, part: heartbeat.StreamPerformance) -> None:
-        for reported in part.totals:
-            op = reported.op if reported.op in OPERATIONS else OTHER_OPS
-            self.operations.setdefault(op, OperationTotals()).add_report(reported)
-
     def merge_operations(self, other: JobTotals) -> None:
         """Adds another job's operations and spread."""
         for op, added in other.operations.items():
@@ -157,15 +155,6 @@ class JobTotals:
         return totals
 
 
-class ReportedArrival(NamedTuple):
-    """One member's arrival at a call. Times are in µs; -1 where they are not known."""
-
-    entered_us: int  # the agent's clock
-    since_previous_us: int  # the time since the member's previous call
-    duration_us: int  # the time from entry to completion
-    agent: str
-
-
 @dataclass(slots=True)
 class PartlyReportedCall:
     """One call that some members have reported."""
@@ -174,7 +163,9 @@ class PartlyReportedCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    arrivals: dict[int, ReportedArrival] = field(default_factory=dict)  # the ranks' arrivals
+    # By rank: when it arrived, on its agent's clock, and the time from entry to completion, in µs.
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    durations_us: dict[int, int] = field(default_factory=dict)  # -1: not known
 
 
 @dataclass(slots=True)
@@ -216,7 +207,7 @@ class OperationTotals:
     bytes: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
 
-    def add_report(self, reported: heartbeat.CallTotals) -> None:
+    def add_calls(self, reported: heartbeat.CallTotals) -> None:
         self.calls += reported.calls
         self.bytes += reported.bytes
         self.latency.merge_counts(reported.latency, reported.longest_us)
@@ -253,8 +244,8 @@ class GroupTotals:
         self.reporting_ranks.add(rank)
         self.missed_calls += part.missed
         for reported in part.totals:
-            self._get_size_class(reported.op, reported.size).add_report(reported)
-            self._get_period(reported.op, now).current.add_report(reported)
+            self._get_size_class(reported.op, reported.size).add_calls(reported)
+            self._get_period(reported.op, now).current.add_calls(reported)
 
     def add_samples(
         self,
@@ -264,10 +255,10 @@ class GroupTotals:
         clocks: ClockBounds,
         now: float,
     ) -> list[float]:
-        """Records a member's arrivals. Returns the spreads in seconds of the calls that all members
-        have reported by then.
+        """Records a member's arrivals. Returns the spreads in microseconds of the calls that all
+        members have reported by then.
         """
-        spreads_s: list[float] = []
+        spreads_us: list[float] = []
         member_count = len(self.group.ranks)
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
         for seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes in samples:
@@ -281,38 +272,45 @@ class GroupTotals:
                 continue
             if call.size_bytes != size_bytes:
                 call.size_bytes = -1
-            call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
+            since_s = since_previous_us / 1e6 if since_previous_us >= 0 else math.inf
+            call.arrivals[rank] = Arrival(
+                rank,
+                arrived_at=entered_us / 1e6,
+                host=agent,
+                since_previous_s=since_s,
+            )
+            call.durations_us[rank] = duration_us
             if len(call.arrivals) == member_count:
                 self._pending.pop(seq, None)
-                agents = {arrival.agent for arrival in call.arrivals.values()}
+                agents = {arrival.host for arrival in call.arrivals.values()}
+                # The clock of a single agent need not be known.
                 if len(agents) == 1 or agents <= clocks.keys():
-                    spreads_s.append(self._compare_arrivals(call, clocks, now))
-        return spreads_s
+                    spreads_us.append(self._compare_arrivals(call, clocks, now))
+        return spreads_us
 
     def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
+        """Compares the arrivals at a call. Returns their spread in microseconds."""
         arrivals: list[Arrival] = []  # the times are this server's
-        for rank, reported in call.arrivals.items():
-            # A single agent needs no known clock.
-            low, high = clocks.get(reported.agent, (0.0, 0.0))
-            arrived_at = reported.entered_us / 1e6 + (low + high) / 2
-            since_us = reported.since_previous_us
-            since_s = since_us / 1e6 if since_us >= 0 else math.inf
-            arrivals.append(Arrival(rank, arrived_at, (high - low) / 2, reported.agent, since_s))
+        for arrival in call.arrivals.values():
+            low, high = clocks.get(arrival.host, (0.0, 0.0))
+            arrived_at = arrival.arrived_at + (low + high) / 2
+            arrivals.append(arrival._replace(arrived_at=arrived_at, error_s=(high - low) / 2))
         skew = stragglers.measure_skew(call.seq, arrivals)
         self.arrivals.add_skew(skew)
-        self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
+        spread_us = 1e6 * skew.spread_s
+        self._get_period(call.op, now).spread.add_duration(spread_us)
         row = self._get_size_class(call.op, call.size_class)
         # How long some of the members waited; the first, which waited longest, is one of them.
         times = sorted(arrival.arrived_at for arrival in arrivals)
         for arrived_at in times[:: max(1, len(times) // MAX_WAITS_PER_CALL)]:
             waited_s = skew.last_arrival_at - arrived_at
             row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
-        shortest_us = min(reported.duration_us for reported in call.arrivals.values())
+        shortest_us = min(call.durations_us.values())
         if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
             # The shortest call is that of the last member to arrive, which did not wait.
             row.transfer.add_duration(shortest_us)
             row.transferred_bytes += call.size_bytes
-        return skew.spread_s
+        return spread_us
 
     def _get_size_class(self, op: str, size_class: int) -> SizeClassTotals:
         key = op[:MAX_OP_LENGTH], size_class
@@ -326,7 +324,11 @@ class GroupTotals:
         if op not in self.histories and len(self.histories) >= MAX_HISTORIES:
             op = OTHER_OPS
         history = self.histories.setdefault(op, PeriodHistory())
-        history.begin_period(now)
+        started_at = now - now % PERIOD_S
+        if started_at > history.started_at:
+            history.closed_points.extend(history.list_current_point())
+            history.started_at = started_at
+            history.current, history.spread = OperationTotals(), DurationHistogram()
         return history
 
 
@@ -349,29 +351,21 @@ class PeriodHistory:
     spread: DurationHistogram = field(default_factory=DurationHistogram)
     closed_points: deque[PeriodPoint] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
 
-    def begin_period(self, now: float) -> None:
-        """Begins a new period if the current one has ended."""
-        started_at = now - now % PERIOD_S
-        if started_at > self.started_at:
-            self.closed_points.extend(self._list_current_point())
-            self.started_at = started_at
-            self.current, self.spread = OperationTotals(), DurationHistogram()
-
     def list_points(self) -> list[PeriodPoint]:
         """The periods in which something was measured, in order, including the current one."""
-        return [*self.closed_points, *self._list_current_point()]
+        return [*self.closed_points, *self.list_current_point()]
 
-    def _list_current_point(self) -> list[PeriodPoint]:
+    def list_current_point(self) -> list[PeriodPoint]:
+        """The current period; empty if nothing was measured in it."""
         if not self.current.calls and not self.spread.total_count:
             return []
-        return [
-            PeriodPoint(
-                started_at=self.started_at,
-                calls=self.current.calls,
-                latency_p50_p95=compute_p50_p95(self.current.latency),
-                spread_p50_p95=compute_p50_p95(self.spread),
-            )
-        ]
+        point = PeriodPoint(
+            started_at=self.started_at,
+            calls=self.current.calls,
+            latency_p50_p95=compute_p50_p95(self.current.latency),
+            spread_p50_p95=compute_p50_p95(self.spread),
+        )
+        return [point]
 
 
 def compute_p50_p95(durations: DurationHistogram) -> tuple[float, float] | None:

@@ -31,18 +31,11 @@ class RankedGroup:
     totals: GroupTotals
     straggler: Straggler | None
 
-    @property
-    def sort_key(self) -> tuple[bool, bool, float, int]:
-        """Sorts groups with a straggler of their own first, then by waiting time and by calls."""
-        worst = self.totals.arrivals.straggler
-        has_cause_elsewhere = self.straggler is not None and self.straggler.because_of is not None
-        waited_share = 0.0 if worst is None else worst.waited_share
-        calls = sum(row.calls for row in self.totals.size_classes.values())
-        return self.straggler is None, has_cause_elsewhere, -waited_share, -calls
-
 
 def rank_groups(job: JobTotals) -> list[RankedGroup]:
-    """The groups of a job; see `RankedGroup.sort_key`."""
+    """The groups of a job: those with a straggler of their own first, then by waiting time and by
+    calls.
+    """
     groups = list(job.groups.values())
     late_by_group = {
         number: (group.arrivals.straggler, frozenset(group.group.ranks))
@@ -50,18 +43,20 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
         if group.arrivals.straggler is not None
     }
     causes = stragglers.find_straggler_causes(late_by_group)
-    ranked: list[RankedGroup] = []
+    ranked: list[tuple[tuple[bool, bool, float, int], RankedGroup]] = []
     for number, totals in enumerate(groups):
         late, straggler = totals.arrivals.straggler, None
+        because_of = causes.get(number)
+        waited_share = 0.0
         if late is not None:
-            because_of = causes.get(number)
+            waited_share = late.waited_share
             summary = format_straggler(
                 late.ranks,
                 group_name(totals.group.name, totals.group.desc),
                 share=late.share,
                 lag_s=late.lag_s,
                 error_s=totals.arrivals.error_s,
-                waited_share=None if totals.queued else late.waited_share,
+                waited_share=None if totals.queued else waited_share,
                 because_of=because_of,
             )
             straggler = Straggler(
@@ -69,8 +64,11 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
                 because_of=None if because_of is None else sorted(because_of),
                 summary=summary,
             )
-        ranked.append(RankedGroup(totals, straggler))
-    return sorted(ranked, key=lambda one: one.sort_key)
+        calls = sum(row.calls for row in totals.size_classes.values())
+        order = (late is None, because_of is not None, -waited_share, -calls)
+        ranked.append((order, RankedGroup(totals, straggler)))
+    ranked.sort(key=lambda entry: entry[0])
+    return [group for _, group in ranked]
 
 
 def list_stragglers(ranked_groups: Iterable[RankedGroup]) -> list[Straggler]:

@@ -61,28 +61,27 @@ class Aborter:
 
     async def advance_recoveries(self, recent_s: float) -> None:
         """Runs one round over all incidents. Reports older than ``recent_s`` are ignored."""
-        attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
-        for record in records.values():
+        shared = self.shared
+        attempts, incidents = shared.fleet.attempts, shared.incidents
+        for record in incidents.records.values():
             attempt = attempts.get(record.attempt_key)
             is_ordered = _get_state(record) == "ordered"
             if attempt is None or not record.is_own or not (record.is_open or is_ordered):
                 continue
             if is_ordered:
-                now = self.shared.clock.monotonic()
+                now = shared.now()
                 self.orders.collect_results(record, attempt, now)
-                recovery = record.recovery
-                ordered_at = recovery.aborts[-1].ordered_at
-                results = {a.result for a in recovery.aborts if a.ordered_at == ordered_at}
+                aborts = record.recovery.aborts
+                results = {a.result for a in aborts if a.ordered_at == aborts[-1].ordered_at}
                 if results == {"left"}:
-                    self.shared.incidents.update_recovery(record, state="planned")
+                    incidents.update_recovery(record, state="planned")
                 elif "ordered" not in results:
                     # All orders have results.
                     self._aborted_at[attempt.key] = now
-                    done_at = self.shared.clock.date(now)
-                    self.shared.incidents.update_recovery(record, state="done", done_at=done_at)
-                    event = _number_event(ABORTED, _count_rounds(recovery))
-                    self.persistence.queue_alert(record, event)
-            if not record.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
+                    done_at = shared.clock.date(now)
+                    incidents.update_recovery(record, state="done", done_at=done_at)
+                    self.persistence.queue_alert(record, _number_event(ABORTED, aborts))
+            if not record.is_open or shared.fleet.latest_attempt(attempt.job) is not attempt:
                 self.orders.withdraw(record)
                 continue
             try:
@@ -99,7 +98,8 @@ class Aborter:
     async def _advance_recovery(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float
     ) -> None:
-        began, now = time.perf_counter(), self.shared.clock.monotonic()
+        incidents = self.shared.incidents
+        began, now = time.perf_counter(), self.shared.now()
         state = _get_state(record)
         if state in _UNDECIDED and now < record.recovery_check_at:
             return
@@ -119,26 +119,22 @@ class Aborter:
             self._is_failing = False
             history = len(aborted_ids - {record.incident.id})
             facts = self._gather_facts(record, attempt, recent_s, history)
-            decision = decide(facts, self.rules, self.shared.clock.monotonic())
+            decision = decide(facts, self.rules, self.shared.now())
             if not record.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
                 return
             if is_new:
                 self._plan_recovery(record, decision, history)
             if decision.step is Step.WITHHOLD:
                 record.recovery_check_at = float("inf")
-                self.shared.incidents.update_recovery(record, state="withheld", why=decision.why)
+                incidents.update_recovery(record, state="withheld", why=decision.why)
                 return
         state = _get_state(record)
         if decision.step is Step.END:
-            others = [
-                other
-                for other in self.shared.incidents.records.values()
-                if other is not record and other.attempt_key == record.attempt_key
-            ]
             # Ranks may be ended for another incident, which may resolve this one too.
             is_concurrent = any(
-                _get_state(o) == "ordered" or (_get_state(o) == "announced" and o.is_open)
-                for o in others
+                _get_state(other) in (("announced", "ordered") if other.is_open else ("ordered",))
+                for other in incidents.records.values()
+                if other is not record and other.attempt_key == record.attempt_key
             )
             if state in ("announced", "ordered") or not is_concurrent:
                 self._end_ranks(record, attempt, decision)
@@ -148,36 +144,38 @@ class Aborter:
     def _gather_facts(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
     ) -> Facts:
-        recovery, clock = record.incident.recovery, self.shared.clock
+        shared, incident = self.shared, record.incident
+        recovery = incident.recovery
         has_evidence = (
-            clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
-            or not self.shared.awaits_stacks(record, attempt)
+            shared.now() - record.opened_at > MAX_EVIDENCE_DELAY_S
+            or not shared.awaits_stacks(record, attempt)
         )
-        is_announced = record.alerted_severity is record.incident.severity
+        is_announced = record.alerted_severity is incident.severity
         is_stored = _get_state(record) == "ordered" or (
             is_announced and has_evidence and self.persistence.is_stored(record)
         )
         return Facts(
-            incident=record.incident,
+            incident=incident,
             alerts=record.alert_summary,
             processes=attempt.processes,
             is_stored=is_stored,
             history=history,
-            planned_at=None if recovery is None else clock.monotonic_at(recovery.planned_at),
+            planned_at=None if recovery is None else shared.clock.monotonic_at(recovery.planned_at),
             aborted_at=self._aborted_at.get(attempt.key, float("-inf")),
             recent_s=recent_s,
         )
 
     def _plan_recovery(self, record: IncidentRecord, decision: Decision, history: int) -> None:
-        now = self.shared.clock.monotonic()
+        clock = self.shared.clock
+        now = clock.monotonic()
         recovery = Recovery(
             state="planned",
             scope=decision.scope,
             ranks=decision.ranks,
             number=history + 1,
             limit=self.rules.limit,
-            planned_at=self.shared.clock.date(now),
-            due_at=self.shared.clock.date(max(now, decision.due_at)),
+            planned_at=clock.date(now),
+            due_at=clock.date(max(now, decision.due_at)),
         )
         self.shared.incidents.record_recovery(record, recovery)
         # An alert that is not sent yet will contain the plan.
@@ -186,25 +184,25 @@ class Aborter:
 
     def _end_ranks(self, record: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
         """Takes the next step of a due recovery. It is ordered once its announcement is written."""
-        recovery, now = record.recovery, self.shared.clock.monotonic()
+        incidents, clock = self.shared.incidents, self.shared.clock
+        recovery, now = record.recovery, clock.monotonic()
         extends_to_job = recovery.scope == "culprits" and decision.scope == "job"
         is_extended = recovery.state == "done" and extends_to_job
         if recovery.state in ("planned", "withheld") or is_extended:
-            self.shared.incidents.update_recovery(
+            incidents.update_recovery(
                 record,
                 state="announced",
                 scope=decision.scope,
                 ranks=decision.ranks,
-                announced_at=self.shared.clock.date(now),
+                announced_at=clock.date(now),
                 why="",
             )
-            event = _number_event(ABORTING, _count_rounds(recovery) + 1)
-            self.persistence.queue_alert(record, event)
+            self.persistence.queue_alert(record, _number_event(ABORTING, recovery.aborts, 1))
         elif recovery.state == "announced":
             processes = [attempt.processes[rank] for rank in decision.ranks]
-            ordered_at = self.shared.clock.date(now)
+            ordered_at = clock.date(now)
             aborts = [_list_order(p, ordered_at) for p in processes[:MAX_ORDERS_LISTED]]
-            self.shared.incidents.update_recovery(
+            incidents.update_recovery(
                 record,
                 state="ordered",
                 scope=decision.scope,
@@ -225,7 +223,11 @@ def _get_state(record: IncidentRecord) -> str:
     return recovery.state if recovery is not None else ""
 
 
-def _number_event(kind: str, number: int) -> str:
+def _number_event(kind: str, aborts: Iterable[RankAbort], further: int = 0) -> str:
+    """The event with the number of times that orders were given: for the culprits, then for the
+    other ranks.
+    """
+    number = len({abort.ordered_at for abort in aborts}) + further
     return kind if number < 2 else f"{kind}-{number}"
 
 
@@ -233,11 +235,6 @@ def _list_order(process: Process, ordered_at: datetime) -> RankAbort:
     """The order to end a process, as a recovery lists it."""
     identity = process.identity
     return RankAbort(rank=process.rank, host=process.host, pid=identity.pid, ordered_at=ordered_at)
-
-
-def _count_rounds(recovery: Recovery) -> int:
-    """The number of times that orders were given: for the culprits, then for the other ranks."""
-    return len({abort.ordered_at for abort in recovery.aborts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +274,7 @@ class AbortOrders:
 
     def apply_replies(self, replies: Iterable[heartbeat.AbortReply]) -> None:
         """Records the results that a node agent reports."""
-        now = self.shared.clock.monotonic()
+        now = self.shared.now()
         for reply in replies:
             order = self._orders.pop(reply.request, None)
             if order is None:

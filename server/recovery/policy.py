@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hangwatch.model.incidents import Incident, RecoveryScope
-from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
+from hangwatch.model.kinds import KINDS, Abort, Role, VerdictKind, select_kinds
 from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.recovery import explain_limit, explain_refusal
 from hangwatch.tracking.process import Process
@@ -73,53 +73,51 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
-    incident, alerts, processes = facts.incident, facts.alerts, facts.processes
-    spec = KINDS[incident.kind]
-    is_covered = incident.severity is Severity.ALERT and incident.kind in rules.kinds
-    if not (incident.is_open and is_covered):
+    incident, alerts = facts.incident, facts.alerts
+    if not (incident.is_open and incident.is_alert and incident.kind in rules.kinds):
         return _NOTHING
     if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:
         return _NOTHING  # the job waits for a process outside of it
-    if alerts is None or now - alerts.at > facts.recent_s:
+    oldest_at = now - facts.recent_s
+    if alerts is None or alerts.at < oldest_at:
         return _NOTHING
-    alive = {rank for rank, process in processes.items() if process.is_alive}
-    waiting = alive & alerts.waiting
+    spec = KINDS[incident.kind]
+    alive = {rank: process for rank, process in facts.processes.items() if process.is_alive}
+    waiting = alerts.waiting.intersection(alive)
     # The ranks to end: the culprits that are still accused or, if no culprit is named or can be
     # ended, all ranks of the job that can be ended.
     candidates = set(alive)
     if incident.recovery is not None:
         candidates -= {abort.rank for abort in incident.recovery.aborts if abort.result == "failed"}
     if spec.is_unreachable:
-        candidates -= set(incident.culprits)
+        candidates.difference_update(incident.culprits)
     scope: RecoveryScope = "job"
-    culprits = candidates & set(incident.culprits)
+    culprits = candidates.intersection(incident.culprits)
     if culprits:
-        scope, candidates = "culprits", culprits & alerts.accused
-    ranks = tuple(sorted(candidates))
-    if not ranks:
+        scope = "culprits"
+        candidates = culprits & alerts.accused
+    if not candidates:
         return _NOTHING
     if not waiting and not spec.blocks_culprits:
         # In a mismatch without a minority, no rank waits but the culprits themselves.
-        streams = [processes[rank].streams.values() for rank in ranks]
+        streams = [alive[rank].streams.values() for rank in candidates]
         are_pending = all(any(stream.is_pending for stream in own) for own in streams)
         if spec.role is not Role.ROOT or not are_pending:
             return _NOTHING
-    refusals = {
-        rank: process.identity.on_hang
-        for rank, process in processes.items()
-        if process.is_alive and not allows_abort(process.identity.on_hang)
-    }
+    ranks = tuple(sorted(candidates))
+    settings = {rank: process.identity.on_hang for rank, process in alive.items()}
+    refusals = [rank for rank, on_hang in settings.items() if not allows_abort(on_hang)]
     why = ""
     if refusals:
-        why = explain_refusal(refusals, next(iter(refusals.values())))
+        why = explain_refusal(refusals, settings[refusals[0]])
     elif facts.history >= rules.limit:
         why = explain_limit(incident.job, facts.history)
     if why:
         return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
-    involved = [processes[rank] for rank in {*ranks, *waiting}]
+    involved = [alive[rank] for rank in candidates | waiting]
     since = now if facts.planned_at is None else facts.planned_at
     due_at = max(since, facts.aborted_at, *(p.last_advanced_at for p in involved)) + rules.after
-    all_report = all(now - p.reports.last_seen_at <= facts.recent_s for p in involved)
+    all_report = all(process.reports.last_seen_at >= oldest_at for process in involved)
     is_due = facts.planned_at is not None and now >= due_at
     step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT
     return Decision(step=step, ranks=ranks, scope=scope, due_at=due_at)

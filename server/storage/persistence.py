@@ -29,7 +29,6 @@ from .store import Row, Store, make_attempt_row, make_incident_row
 log = logging.getLogger("hangwatch")
 
 SAVE_INTERVAL_S = 1.0  # the interval of writes that are not urgent
-ATTEMPT_INTERVAL_S = 10.0  # the interval of writes of an attempt whose state does not change
 OTHER_SERVERS_INTERVAL_S = 2.0  # the interval of reads of other servers' incidents
 PRUNE_INTERVAL_S = 600.0
 ALERT_DELAY_LIMIT_S = 2.0  # the longest wait of an alert for a slow database
@@ -49,8 +48,6 @@ class PersistenceWorker:
     _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
-    # The state of each attempt that was last written, and when.
-    _known: dict[AttemptKey, tuple[str, float]] = field(default_factory=dict)
     _queued_alerts: list[tuple[Incident, str]] = field(default_factory=list)
     _revisions: dict[str, int] = field(default_factory=dict)  # other servers' incidents
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,20 +79,7 @@ class PersistenceWorker:
         return incident_id not in self._changed_records and incident_id not in self._writing
 
     def record_attempt(self, seen: AttemptView) -> None:
-        key = AttemptKey(seen.job, seen.attempt)
-        now = self.shared.clock.monotonic()
-        state, at = self._known.get(key, ("", now))
-        is_finished = seen.state in ("finished", "failed")
-        if state != seen.state or (not is_finished and now - at >= ATTEMPT_INTERVAL_S):
-            self._known[key] = (seen.state, now)
-            self._attempts[key] = make_attempt_row(seen)
-
-    def forget_incident(self, incident_id: str) -> None:
-        """Drops the changes of an incident that another server has now."""
-        self._changed_records.pop(incident_id, None)
-
-    def forget_attempt(self, key: AttemptKey) -> None:
-        self._known.pop(key, None)
+        self._attempts[AttemptKey(seen.job, seen.attempt)] = make_attempt_row(seen)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -120,8 +104,9 @@ class PersistenceWorker:
         self._writing = set(records)
         incidents: list[Row] = []
         for record in records.values():
-            with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
-                incidents.append(make_incident_row(record))
+            if record.is_own:  # no other server has taken it over meanwhile
+                with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
+                    incidents.append(make_incident_row(record))
         deliveries: list[Delivery] = []
         for incident, event in alerts:
             deliveries += self.alerter.list_deliveries(incident, event)
@@ -181,29 +166,31 @@ class PersistenceWorker:
         self.is_saved = False
 
     async def _synchronise(self) -> None:
-        now = self.shared.clock.monotonic()
-        if self.store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
+        shared, store = self.shared, self.store
+        incidents = shared.incidents
+        now = shared.now()
+        if store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
             self._synchronised_at = now
-            changed = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
+            changed = await asyncio.to_thread(store.load_other_servers, dict(self._revisions))
             for record, revision in changed:
                 self._revisions[record.incident.id] = revision
-                self.shared.incidents.changed.add(record.incident.id)
-            self.shared.incidents.load_records(record for record, _ in changed)
+            incidents.changed.update(record.incident.id for record, _ in changed)
+            incidents.load_records(record for record, _ in changed)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
-            before = self.shared.clock.wall() - timedelta(days=self.retention_days)
-            attempts = self.shared.fleet.attempts.values()
-            running = {attempt.key for attempt in attempts if not attempt.is_finished}
+            before = shared.clock.wall() - timedelta(days=self.retention_days)
             # The open incidents of running jobs are kept, whatever their age.
-            kept_ids = [
-                incident_id
-                for incident_id, record in self.shared.incidents.records.items()
-                if record.is_live and record.attempt_key in running
-            ]
+            kept_ids = {
+                record.incident.id
+                for record in incidents.records.values()
+                if record.is_live
+                and (attempt := shared.fleet.attempts.get(record.attempt_key)) is not None
+                and not attempt.is_finished
+            }
             deleted_ids = await asyncio.to_thread(
-                self.store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
+                store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
             )
-            self.shared.incidents.drop_incidents(set(deleted_ids))
+            incidents.drop_incidents(set(deleted_ids))
 
 
 def _is_refusal(error: Exception) -> bool:

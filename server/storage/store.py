@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypedDict
@@ -84,17 +84,6 @@ class _ServerState(TypedDict):
     is_resolution_announced: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobHistory:
-    """The history of a job that another server had: its open incidents, their alerts that were not
-    delivered, and the latest attempt of each job of the family.
-    """
-
-    incidents: list[IncidentRecord]
-    deliveries: list[Delivery]
-    attempts: list[AttemptView]
-
-
 class Store:
     """The database. Methods may be called from any thread. They raise SQLAlchemyError when a read
     or write fails, for example because the disk is full.
@@ -156,34 +145,30 @@ class Store:
     def load_latest_attempts(self) -> list[AttemptView]:
         """The latest attempt of each of this server's jobs."""
         c = ATTEMPTS.c
-        latest = (
-            sa.select(c.job, sa.func.max(c.number)).where(c.server == self._server).group_by(c.job)
-        )
-        query = (
-            sa.select(ATTEMPTS)
-            .filter_by(server=self._server)
-            .where(sa.tuple_(c.job, c.number).in_(latest))
-            .order_by(c.last_seen_at)
-        )
+        mine = sa.select(ATTEMPTS).filter_by(server=self._server)
+        latest = mine.with_only_columns(c.job, sa.func.max(c.number)).group_by(c.job)
+        query = mine.where(sa.tuple_(c.job, c.number).in_(latest)).order_by(c.last_seen_at)
         return [_parse_attempt(row) for row in self._read_rows(query)]
 
     def load_aborted_ids(self, job: str) -> set[str]:
         """The incidents of a job for which ranks were ended since its last successful attempt."""
-        last_success = sa.select(sa.func.coalesce(sa.func.max(ATTEMPTS.c.number), -1)).where(
-            ATTEMPTS.c.server == self._server,
-            ATTEMPTS.c.job == job,
-            ATTEMPTS.c.state == "finished",
+        last_success = (
+            sa.select(sa.func.coalesce(sa.func.max(ATTEMPTS.c.number), -1))
+            .select_from(ATTEMPTS)
+            .filter_by(server=self._server, job=job, state="finished")
         )
-        since = sa.select(INCIDENTS.c.id).where(
-            INCIDENTS.c.is_aborted,
-            INCIDENTS.c.server == self._server,
-            INCIDENTS.c.job == job,
-            INCIDENTS.c.attempt > last_success.scalar_subquery(),
+        since = (
+            sa.select(INCIDENTS.c.id)
+            .filter_by(server=self._server, job=job, is_aborted=True)
+            .where(INCIDENTS.c.attempt > last_success.scalar_subquery())
         )
         return {row.id for row in self._read_rows(since)}
 
-    def adopt_job(self, job: str) -> JobHistory:
-        """Makes this server the owner of a job, and of the jobs that were started in it."""
+    def adopt_job(self, job: str) -> tuple[list[IncidentRecord], list[Delivery], list[AttemptView]]:
+        """Makes this server the owner of a job, and of the jobs that were started in it. Returns
+        their open incidents, the alerts of these that were not delivered, and each job's latest
+        attempt.
+        """
         with self._engine.begin() as db:
             incidents = db.execute(
                 sa.update(INCIDENTS)
@@ -205,10 +190,10 @@ class Store:
                 .order_by(ATTEMPTS.c.last_seen_at)
             ).all()
         latest = {row.job: row for row in attempts}
-        return JobHistory(
-            incidents=[_parse_incident(row) for row in incidents],
-            deliveries=[_parse_delivery(row) for row in deliveries],
-            attempts=[_parse_attempt(row) for row in latest.values()],
+        return (
+            [_parse_incident(row) for row in incidents],
+            [_parse_delivery(row) for row in deliveries],
+            [_parse_attempt(row) for row in latest.values()],
         )
 
     def load_deliveries(self) -> list[Delivery]:
@@ -230,14 +215,9 @@ class Store:
 
     def delete_delivery(self, done: Delivery) -> None:
         """Deletes an alert that its channel accepted, or will never accept. Logs a failure."""
-        row = sa.delete(DELIVERIES).where(
-            DELIVERIES.c.incident == done.incident,
-            DELIVERIES.c.event == done.event,
-            DELIVERIES.c.channel == done.channel,
-        )
         try:
             with self._engine.begin() as db:
-                db.execute(row)
+                db.execute(sa.delete(DELIVERIES).filter_by(**asdict(done)))
         except sa.exc.SQLAlchemyError as error:
             log.error(
                 "cannot record that an alert was sent, so it may be sent again: %s",
@@ -252,7 +232,7 @@ class Store:
         """
         newest = (
             sa.select(INCIDENTS.c.id, INCIDENTS.c.opened_at, INCIDENTS.c.size)
-            .where(INCIDENTS.c.server == self._server)
+            .filter_by(server=self._server)
             .order_by(INCIDENTS.c.id.desc())
         )
         oldest = format_timestamp(before)
@@ -268,8 +248,8 @@ class Store:
                 part = deleted[start : start + 500]
                 db.execute(sa.delete(DELIVERIES).where(DELIVERIES.c.incident.in_(part)))
                 db.execute(sa.delete(INCIDENTS).where(INCIDENTS.c.id.in_(part)))
-            mine = ATTEMPTS.c.server == self._server
-            db.execute(sa.delete(ATTEMPTS).where(mine, ATTEMPTS.c.last_seen_at < oldest))
+            mine = sa.delete(ATTEMPTS).filter_by(server=self._server)
+            db.execute(mine.where(ATTEMPTS.c.last_seen_at < oldest))
             if deleted and not self.is_shared:
                 # Returns the space to the file system. The pragma yields one row for each page,
                 # but SQLAlchemy assumes that it yields none.

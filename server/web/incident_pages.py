@@ -1,11 +1,9 @@
-"""``/incidents``: the list of incidents, filtered by the address. ``/incidents/{id}``: the graph, the
-calls, the stacks and the timeline of one; and the same as one HTML file for a ticket, which needs no
-server and makes no request.
+"""``/incidents``: the list of incidents, filtered by the address. ``/incidents/{id}``: one incident
+with its evidence; and the same as one HTML file for a ticket, which makes no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -70,7 +68,7 @@ class IncidentsQuery(BaseModel):
 
     @property
     def is_active(self) -> bool:
-        return any((self.job, self.status, self.kind, self.since, self.rank))
+        return any(self.model_dump(exclude={"page"}).values())
 
 
 routes = APIRouter()
@@ -148,13 +146,19 @@ def _build_list_values(state: AppState, query: IncidentsQuery) -> dict[str, Any]
 
 
 def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
-    """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown.
-    ``dump_id`` names the stacks that were requested from the page, if any. Raises Problem for an
-    unknown incident.
+    """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown;
+    ``dump_id`` names the requested stacks, if any. Raises Problem for an unknown incident.
     """
     incident = state.get_incident(id).incident
     is_listed = parse_rank_filter(ranks)
     is_shown = is_listed or (lambda _: True)
+    stacks: list[MergedStack] = []
+    for stack in incident.stacks:
+        shown_ranks = tuple(filter(is_shown, stack.ranks))
+        if shown_ranks:
+            stacks.append(replace(stack, ranks=shown_ranks))
+    calling_stacks = select_calling_stacks(stacks)
+    callers = set(calling_stacks)
     document = build_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or state.shared.clock.date(state.now())
     dump = state.shared.dumps.find_request(dump_id, state.now()) if dump_id else None
@@ -175,7 +179,10 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         "compared": COMPARED_FIELDS,
         "ranks": ranks,
         "is_invalid_filter": bool(ranks.strip()) and is_listed is None,
-        **_build_stack_values(incident, is_shown),
+        "tree": merge_stacks(convert_stacks(calling_stacks)),
+        "tree_ranks": sorted({rank for stack in calling_stacks for rank in stack.ranks}),
+        "failed_stacks": [stack for stack in stacks if stack.error is not None],
+        "other_stacks": [s for s in stacks if s.frames and s not in callers],
         "processes": [process for process in incident.processes if is_shown(process.rank)],
         "device": [position for position in incident.device if is_shown(position.rank)],
         "hardware": [
@@ -186,25 +193,6 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         "dump": dump,
         "dump_stacks": _merge_dump_stacks(dump) if dump else [],
         "proposed_ranks": ", ".join(map(str, proposed)),
-    }
-
-
-def _build_stack_values(incident: Incident, is_shown: Callable[[int], bool]) -> dict[str, Any]:
-    """The stacks of the shown ranks: calling threads' as a tree, failures, others."""
-    stacks: list[MergedStack] = []
-    for stack in incident.stacks:
-        shown_ranks = tuple(filter(is_shown, stack.ranks))
-        if shown_ranks:
-            stacks.append(replace(stack, ranks=shown_ranks))
-    calling_stacks = select_calling_stacks(stacks)
-    calling_ids = {id(stack) for stack in calling_stacks}
-    return {
-        "tree": merge_stacks(convert_stacks(calling_stacks)),
-        "tree_ranks": sorted({rank for stack in calling_stacks for rank in stack.ranks}),
-        "failed_stacks": [stack for stack in stacks if stack.error is not None],
-        "other_stacks": [
-            stack for stack in stacks if stack.frames and id(stack) not in calling_ids
-        ],
     }
 
 

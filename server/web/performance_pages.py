@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -101,13 +102,6 @@ def _build_page_values(state: AppState, job: str, group: str, page: int) -> Mapp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlotLine:
-    name: str
-    path: str
-    dots: tuple[tuple[float, float], ...]  # points without a neighbour
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
     """A duration over time: from 0 to ``max_s`` seconds, over the last ``span_s`` seconds."""
 
@@ -115,7 +109,7 @@ class Plot:
     title: str
     max_s: float
     span_s: float
-    lines: tuple[PlotLine, ...]
+    lines: Mapping[str, str]  # SVG paths by their names
 
 
 def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
@@ -123,12 +117,12 @@ def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
     plots: list[Plot] = []
     for op, history in ranked_group.totals.histories.items():
         points = history.list_points()
-        for title, quantiles in (
-            ("latency", [point.latency_p50_p95 for point in points]),
-            ("arrival spread", [point.spread_p50_p95 for point in points]),
-        ):
-            if any(quantiles):
-                plots.append(_build_plot(op, title, points, quantiles))
+        latencies = [point.latency_p50_p95 for point in points]
+        if any(latencies):
+            plots.append(_build_plot(op, "latency", points, latencies))
+        spreads = [point.spread_p50_p95 for point in points]
+        if any(spreads):
+            plots.append(_build_plot(op, "arrival spread", points, spreads))
     return plots
 
 
@@ -144,20 +138,17 @@ def _build_plot(
     max_s = max(1e-6, *(pair[1] for pair in quantiles if pair is not None))
     height = PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX
     max_gap = 1.5 * PERIOD_S / span_s * PLOT_WIDTH_PX
-    lines: list[PlotLine] = []
-    for name, index in (("p95", 1), ("p50", 0)):
-        runs: list[list[tuple[float, float]]] = []  # a period without calls interrupts the line
-        for point, pair in zip(points, quantiles, strict=True):
-            if pair is None:
-                continue
-            x = (point.started_at - begin) / span_s * PLOT_WIDTH_PX
-            y = TOP_MARGIN_PX + (1 - pair[index] / max_s) * height
-            if not runs or x - runs[-1][-1][0] > max_gap:
-                runs.append([])
-            runs[-1].append((x, y))
-        path = " ".join(
-            "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
-        )
-        dots = tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1)
-        lines.append(PlotLine(name=name, path=path, dots=dots))
-    return Plot(op=op, title=title, max_s=max_s, span_s=span_s, lines=tuple(lines))
+    lines = {"p95": "", "p50": ""}
+    last_x = -math.inf
+    for point, pair in zip(points, quantiles, strict=True):
+        if pair is None:
+            continue
+        x = (point.started_at - begin) / span_s * PLOT_WIDTH_PX
+        for name, quantile in zip(("p50", "p95"), pair, strict=True):
+            y = TOP_MARGIN_PX + (1 - quantile / max_s) * height
+            if x - last_x > max_gap:  # a period without calls interrupts the line
+                lines[name] += f"M{x:.1f} {y:.1f}h0"  # a dot, if no line follows
+            else:
+                lines[name] += f"L{x:.1f} {y:.1f}"
+        last_x = x
+    return Plot(op=op, title=title, max_s=max_s, span_s=span_s, lines=lines)

@@ -1,9 +1,8 @@
 """``/ranks``: the verdict, the map of all ranks, and the table of ranks or process groups.
 
-The head, the cells and the sorting of the table of ranks derive from `RANK_COLUMNS`. A new column
-is an entry there; if its cells need markup, `templates/_rank_cells.html` gets a case for it, and
-other cells show `RankColumn.text`. Ranks are filtered and sorted on the server, so that a browser
-never holds more than one page.
+The table of ranks derives from `RANK_COLUMNS`. A new column is an entry there, and a case in
+`templates/_rank_cells.html` if its cells need markup. Ranks are filtered and sorted on the server,
+so that a browser never holds more than one page.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,7 +23,7 @@ from hangwatch.diagnosis.unexplained import describe_losses
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, pack_ranks
 from hangwatch.model.incidents import Incident
-from hangwatch.model.ranks import RankState
+from hangwatch.model.ranks import RankState, parse_rank_ranges
 from hangwatch.report.text import format_coarse_age
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
@@ -115,18 +114,10 @@ def encode_cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> s
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(letters.values()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MapLayout:
-    """How the map is divided into blocks."""
-
-    ranks: str  # packed
-    blocks: str  # JSON: a list of [label, packed ranks]
-    by: str  # the one of the choices that applies
-    choices: tuple[str, ...]
-
-
-def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
-    """The map by host, or by the process groups with the description ``by``."""
+def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
+    """The map in blocks by host, or by the process groups with the description ``by``. The blocks
+    are JSON, a list of [label, packed ranks].
+    """
     expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
     groups = _list_group_streams(attempt)
     descriptions = {group.desc for group, _ in groups}
@@ -141,8 +132,12 @@ def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
     blocks: dict[str, list[int]] = {}
     for rank in expected:
         blocks.setdefault(labels[rank], []).append(rank)
-    listed = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
-    return MapLayout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
+    return {
+        "ranks": pack_ranks(expected),
+        "blocks": json.dumps([[label, pack_ranks(ranks)] for label, ranks in blocks.items()]),
+        "by": by,
+        "choices": choices,
+    }
 
 
 def _list_group_streams(attempt: Attempt) -> list[tuple[Group, Mapping[int, CallStream]]]:
@@ -157,14 +152,13 @@ class GroupPosition:
 
     entered: int
     op: str  # the operation of the last call
-    ranks: tuple[int, ...]
-    behind: int  # calls behind the most advanced member
+    ranks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
     group: Group
-    positions: tuple[GroupPosition, ...]  # the most advanced first
+    positions: Sequence[GroupPosition]  # the most advanced first
     unreported_ranks: frozenset[int]  # members that have not reported the group
 
 
@@ -175,16 +169,10 @@ def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
         ranks_by_entered: dict[int, list[int]] = {}
         for rank, stream in sorted(streams.items()):
             ranks_by_entered.setdefault(stream.entered, []).append(rank)
-        most_advanced = max(ranks_by_entered)
-        positions = tuple(
-            GroupPosition(
-                entered=entered,
-                op=streams[ranks[0]].op,
-                ranks=tuple(ranks),
-                behind=most_advanced - entered,
-            )
+        positions = [
+            GroupPosition(entered=entered, op=streams[ranks[0]].op, ranks=ranks)
             for entered, ranks in sorted(ranks_by_entered.items(), reverse=True)
-        )
+        ]
         unreported_ranks = frozenset(group.ranks).difference(streams)
         rows.append(GroupRow(group=group, positions=positions, unreported_ranks=unreported_ranks))
 
@@ -196,9 +184,8 @@ def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
 
 
 class RankRow(NamedTuple):
-    """One rank at one moment. The process is None for a rank that has not reported. Facts are
-    computed when a column needs them: a table is sorted and filtered with all ranks of a job, but
-    shows one page.
+    """One rank at one moment. Facts are computed when a column needs them: a table is sorted and
+    filtered with all ranks of a job, but shows one page.
     """
 
     overview: AttemptOverview
@@ -247,9 +234,8 @@ class RankRow(NamedTuple):
 
     @property
     def current_stream(self) -> CallStream | None:
-        """The group's stream in which the rank waits, or else made its last call. If that was a
-        while ago and the device is behind, the stream whose last call is the oldest that the device
-        has not completed.
+        """The group's stream in which the rank waits, or else made its last call; if that was a
+        while ago, the stream with the oldest call that a device has not completed, if any.
         """
         collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
         pending = [s for s in collective if s.is_pending]
@@ -478,9 +464,9 @@ def parse_rank_filter(text: str) -> Callable[[int], bool] | None:
     >>> [rank for rank in range(9) if is_listed(rank)], parse_rank_filter("node1")
     ([0, 4, 5, 6, 7], None)
     """
-    joined = re.sub(r"^ranks?\b|\s*(-)\s*", r"\1", text.strip())
-    parts = [part for part in re.split(r"[\s,]+", joined) if part]
-    if not parts or not all(re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", part) for part in parts):
+    listed = re.sub(r"^ranks?\b|\s*(-)\s*", r"\1", text.strip())
+    try:
+        ranges = parse_rank_ranges(",".join(listed.replace(",", " ").split()))
+    except ValueError:
         return None
-    spans = [(int(part.partition("-")[0]), int(part.rpartition("-")[2])) for part in parts]
-    return lambda rank: any(first <= rank <= last for first, last in spans)
+    return lambda rank: any(first <= rank <= last for first, last in ranges)

@@ -1,6 +1,4 @@
-"""The common part of all pages: a page and its stream of updates have one address, ``?job=``
-chooses the job, and ``?page=`` the part of a long list.
-"""
+"""The common part of all pages, each of which has one address with its stream of updates."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ def serve_page(
     state: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
-    The template gets the values, and as ``link`` a function that builds the URL of the same view
-    with some parameters changed, at its first page.
+    In the template, ``link`` builds the URL of the same view with some parameters changed.
     """
     path = request.url.path
     kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}

@@ -15,7 +15,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -33,7 +33,7 @@ from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import Paint, get_parts, join_blocks, seconds_since
+from hangwatch.report.text import get_parts, join_blocks, seconds_since
 
 from ..arguments import add_format_option
 from ..errors import CliError, UsageError, choose_exit_code
@@ -82,9 +82,24 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
     paint = detect_paint(env)
-    lines = list(join_blocks(_format_incidents(evidence.bundles, incidents, paint)))
+    now = datetime.now(timezone.utc)
+    blocks: list[list[str]] = []
+    for index, document in enumerate(incidents):
+        try:
+            # Ages are relative to the latest time in the document, since a bundle does not change.
+            times = [document.get("opened_at"), document.get("resolved_at")]
+            times += [stack.get("taken_at") for stack in get_parts(document, "stacks")]
+            ages = [age for time in times if (age := seconds_since(time, now)) is not None]
+            latest = now - timedelta(seconds=min(ages, default=0.0))
+            blocks.append(list(format_incident(document, latest, paint)))
+        except PARSE_ERRORS as error:
+            is_bundle = index < len(evidence.bundles)
+            path = evidence.bundles[index].path if is_bundle else "a verdict"
+            raise FileError(
+                f"{path}: its incident is not one of the API's: {type(error).__name__}"
+            ) from error
     notes = [*evidence.unusable, *finding.notes]
-    print_result(args, {"items": incidents, "next": None, "notes": notes}, lines)
+    print_result(args, {"items": incidents, "next": None, "notes": notes}, join_blocks(blocks))
     for note in (*evidence.unusable[:_MAX_UNUSABLE_SHOWN], *finding.notes):
         print_message(note)
     omitted_count = len(evidence.unusable) - _MAX_UNUSABLE_SHOWN
@@ -113,26 +128,6 @@ def diagnose_files(
     for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
     return evidence, finding, documents
-
-
-def _format_incidents(
-    bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], paint: Paint
-) -> Iterator[list[str]]:
-    """Raises FileError for a bundle whose incident cannot be shown."""
-    now = datetime.now(timezone.utc)
-    for i, document in enumerate(documents):
-        try:
-            # Ages are relative to the latest time in the document, since a bundle does not change.
-            times = [document.get("opened_at"), document.get("resolved_at")]
-            times += [stack.get("taken_at") for stack in get_parts(document, "stacks")]
-            ages = [age for time in times if (age := seconds_since(time, now)) is not None]
-            latest = now - timedelta(seconds=min(ages, default=0.0))
-            yield list(format_incident(document, latest, paint))
-        except PARSE_ERRORS as error:
-            path = bundles[i].path if i < len(bundles) else "a verdict"
-            raise FileError(
-                f"{path}: its incident is not one of the API's: {type(error).__name__}"
-            ) from error
 
 
 def _export_bundle(bundles: list[Bundle], folder: Path) -> None:

@@ -11,7 +11,7 @@ from hangwatch.mcp.answers import Answer, describe_analysis
 from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, ToolError, make_tool
 from hangwatch.report.text import Document
 
-from ..arguments import add_format_option, add_server_options
+from ..arguments import add_server_options
 from ..client import Client, open_client
 from ..errors import OK, CliError
 from ..terminal import print_message
@@ -26,7 +26,6 @@ def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Example: claude mcp add hangwatch -- hangwatch mcp --url http://master:8642"
     add_server_options(parser)
-    add_format_option(parser)
 
 
 def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:

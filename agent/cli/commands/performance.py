@@ -37,27 +37,22 @@ def add_perf_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Prints the performance of each group. Raises CliError."""
+    """Prints the stragglers of each job, then the performance of its groups. Raises CliError."""
     with open_client(args, env) as client:
         groups = list(client.iter_items("performance", job=args.job))
+    paint = detect_paint(env)
+    blocks: list[Iterator[str]] = []
+    jobs = itertools.groupby(groups, key=lambda group: (group.get("job"), group.get("attempt")))
+    for _, job_groups in jobs:
+        listed = list(job_groups)
+        blocks.append(_format_job(listed, paint))
+        blocks += [_format_group(group, paint) for group in listed]
     if groups or args.json:
-        lines = format_performance(groups, detect_paint(env))
-        print_result(args, {"items": groups, "next": None}, lines)
+        print_result(args, {"items": groups, "next": None}, join_blocks(blocks))
     else:
         message = "no calls were reported yet: node agents report them every few seconds"
         print_message(message if args.job else f"{message}, once a job runs")
     return OK
-
-
-def format_performance(documents: Sequence[Document], paint: Paint) -> Iterator[str]:
-    """The stragglers of each job, then its groups in the given order."""
-    blocks: list[Iterator[str]] = []
-    jobs = itertools.groupby(documents, key=lambda item: (item.get("job"), item.get("attempt")))
-    for _, job_groups in jobs:
-        groups = list(job_groups)
-        blocks.append(_format_job(groups, paint))
-        blocks += [_format_group(group, paint) for group in groups]
-    return join_blocks(blocks)
 
 
 def _format_job(groups: Sequence[Document], paint: Paint) -> Iterator[str]:

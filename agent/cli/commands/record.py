@@ -251,23 +251,18 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
             name += f" … {clean_member(innermost, 'function')}"
         location = format_site(innermost, with_function=False)
     else:
-        location = _format_lines(node)
+        # ``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``.
+        location = clean_member(node, "file", "").rsplit("/", 1)[-1]
+        lines = get_parts(node, "lines")
+        if lines:
+            location += f":{lines[0].get('line')}"
+        total = max(1, int(node.get("samples", 1)))
+        others = [line for line in lines[1:3] if line.get("samples", 0) >= 0.1 * total]
+        if others:
+            location += f" ({100 * lines[0].get('samples', 0) / total:.0f} %)"
+        for line in others:
+            location += f", :{line.get('line')}"
     width = TERMINAL_COLUMNS - len(numbers) - 2
     name = truncate_end(name, width - min(len(location), _MIN_LOCATION_WIDTH) - 2)
-    line = f"{numbers}  {name}  {truncate_start(location, width - len(name) - 2)}"
-    return paint.dim(line) if is_library else paint.bold(line)
-
-
-def _format_lines(node: Document) -> str:
-    """``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``."""
-    file = clean_member(node, "file", "").rsplit("/", 1)[-1]
-    lines = get_parts(node, "lines")
-    if not lines:
-        return file
-    total = max(1, int(node.get("samples", 1)))
-    first = lines[0]
-    others = [line for line in lines[1:3] if line.get("samples", 0) >= 0.1 * total]
-    text = f"{file}:{first.get('line')}"
-    if others:
-        text += f" ({100 * first.get('samples', 0) / total:.0f} %)"
-    return text + "".join(f", :{line.get('line')}" for line in others)
+    text = f"{numbers}  {name}  {truncate_start(location, width - len(name) - 2)}"
+    return paint.dim(text) if is_library else paint.bold(text)

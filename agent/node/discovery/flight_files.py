@@ -19,6 +19,7 @@ from hangwatch.flight_recorder.calls import find_unfinished_calls
 from hangwatch.model.incidents import FlightFile
 
 from ..system import processes
+from ..system.runtime import describe_error
 
 MAX_FILE_BYTES = 16 << 20
 _PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -42,32 +43,26 @@ def find_prefixes(environ: Mapping[str, str]) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class FlightFileReader:
-    """The Flight Recorder file of one process. ``file`` is set once it was read."""
+    """The Flight Recorder file of one process. ``file`` is set once ``thread`` has read it."""
 
     prefixes: list[str]
     uid: int
     started_at: float  # seconds since the epoch
     file: FlightFile | None = None
-    _thread: threading.Thread | None = field(default=None, repr=False)
-
-    def has_unsent_file(self, acked_key: tuple[object, ...]) -> bool:
-        """The file is being read, or is not in what the server has acknowledged."""
-        if self._thread is not None and self._thread.is_alive():
-            return True
-        return self.file is not None and self.file not in acked_key
+    thread: threading.Thread | None = field(default=None, repr=False)
 
     def start_reading(self, rank: int) -> None:
         """Reads the file of this rank, if there is one, in another thread."""
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self.read_file, args=(rank,), name="flight-file", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def read_file(self, rank: int) -> None:
         for prefix in self.prefixes:
             path = f"{prefix}{rank}"
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
                 continue
             with open(fd, "rb") as opened:
@@ -76,16 +71,16 @@ class FlightFileReader:
                 if not is_own or status.st_mtime < self.started_at - _CLOCK_SLACK_S:
                     continue
                 if status.st_size > MAX_FILE_BYTES:
-                    error_text = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
-                    self.file = FlightFile(path=path, error=error_text)
+                    reason = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
+                    self.file = FlightFile(path=path, error=reason)
                     return
                 content = opened.read(MAX_FILE_BYTES)
             try:
                 calls = find_unfinished_calls(pickles.safe_loads(content), status.st_mtime_ns)
                 self.file = FlightFile(path=path, calls=calls)
             except Exception as error:  # whatever is wrong with a file, its process is reported
-                error_text = f"not readable: {type(error).__name__}: {error}"[:200]
-                self.file = FlightFile(path=path, error=error_text)
+                reason = f"not readable: {describe_error(error)}"[:200]
+                self.file = FlightFile(path=path, error=reason)
             return
 
 

@@ -49,7 +49,7 @@ class RingFile:
         """A reader of its read-only mapping. Raises OSError if it cannot be read, RingError if it is not
         a ring, or that of another process.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             status = os.fstat(fd)
             if not status.st_size:
@@ -98,7 +98,8 @@ def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
         if match is None:
             foreign_names.append(name)
             continue
-        files.append(RingFile(path=folder / name, pid=int(match[1]), start_ticks=int(match[2])))
+        pid, start_ticks = map(int, match.groups())
+        files.append(RingFile(path=folder / name, pid=pid, start_ticks=start_ticks))
     files.sort(key=lambda file: file.start_ticks)
     return files, foreign_names
 

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hangwatch.model.calls import Call
@@ -28,6 +28,7 @@ from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.calls import CallLog, ProcessTally
 from ..system import processes
 from ..system.processes import CpuActivity
+from ..system.runtime import describe_error
 from . import rings
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
@@ -70,6 +71,7 @@ class WatchedProcess:
     is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
+    _ring_inode: int = 0  # the file that the history is of
 
     def __post_init__(self) -> None:
         self.key = run_dir.format_process_key(self.pid, self.start_ticks)
@@ -85,7 +87,13 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
-            self.identity = read_identity(self.pid, self.start_ticks, self.launch)
+            with contextlib.suppress(OSError):  # the process has just ended
+                launch = self.launch
+                if launch is None:
+                    launch = identity.parse_environ(processes.read_environ(self.pid))
+                program = " ".join(processes.read_cmdline(self.pid))[:300]
+                data = {**asdict(launch), "program": program}
+                self.identity = parse_identity(data, pid=self.pid, start_ticks=self.start_ticks)
         if self.exit is not None:
             return
         # Calls that were made since the last reading show that the process runs.
@@ -98,9 +106,14 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
-        first_unread, known_count = self.history.first_unread, self.history.cursor
+        known_count = self.history.cursor
         try:
             self.reader = ring.refresh_reader(self.reader)
+            if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
+                self._ring_inode = self.reader.inode
+                self.history.rewind_cursor()
+                self.history.cursor = known_count = 0
+            first_unread = self.history.first_unread
             snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(first_unread)
             if any(index >= first_unread for index in delta.retracted):
@@ -128,9 +141,8 @@ class WatchedProcess:
         try:
             self.tally.add_records(new_records, snapshot.streams, self.reader)
         except Exception as error:  # the state of the process is reported all the same
-            self.faults["performance"] = (
-                f"the performance of its calls is not reported: {type(error).__name__}: {error}"
-            )
+            problem = f"the performance of its calls is not reported: {describe_error(error)}"
+            self.faults["performance"] = problem
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
         self.reader = None
@@ -142,7 +154,7 @@ class WatchedProcess:
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         else:
-            reason = f"corrupt: {type(error).__name__}: {error}"
+            reason = f"corrupt: {describe_error(error)}"
         self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
     def update_unrecorded(self, now_ns: int) -> None:
@@ -186,8 +198,12 @@ class WatchedProcess:
     def has_unsent_flight_file(self) -> bool:
         """The Flight Recorder file is being read, or the server does not have it yet."""
         reader = self.flight_reader
+        if reader is None:
+            return False
+        if reader.thread is not None and reader.thread.is_alive():
+            return True
         acked_key = self.acked.status_key if self.acked is not None else ()
-        return reader is not None and reader.has_unsent_file(acked_key)
+        return reader.file is not None and reader.file not in acked_key
 
     def compose_update(self, now_ns: int) -> ProcessUpdate | None:
         """The update that is due, if any."""
@@ -323,7 +339,9 @@ def watch_process(
 def parse_identity(
     data: Mapping[str, Any], *, pid: int, start_ticks: int
 ) -> ProcessIdentity | None:
-    """The identity in a ring, without age; None while the rank is unknown. Raises ValueError."""
+    """The identity in a ring, or one with the fields of a `LaunchInfo`, without age; None while the
+    rank is unknown. Raises ValueError.
+    """
     if data.get("rank") is None:
         return None
     try:
@@ -344,30 +362,6 @@ def parse_identity(
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"malformed identity: {error!r}") from error
-
-
-def read_identity(pid: int, start_ticks: int, launch: LaunchInfo | None) -> ProcessIdentity | None:
-    """The identity of a process by its environment, or by ``launch``; None if it is not a rank."""
-    try:
-        if launch is None:
-            launch = identity.parse_environ(processes.read_environ(pid))
-        program = " ".join(processes.read_cmdline(pid))[:300]
-    except OSError:
-        return None
-    if launch.rank is None:
-        return None
-    return ProcessIdentity(
-        job=launch.job,
-        restart=launch.restart,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        pid=pid,
-        start_ticks=start_ticks,
-        program=program,
-        on_hang=launch.on_hang,
-        started_s=processes.measure_age_s(start_ticks),
-    )
 
 
 def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PROC_ROOT) -> str:

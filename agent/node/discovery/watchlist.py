@@ -7,7 +7,6 @@ children of its launcher, with the variables of a rank in their environment.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import time
@@ -71,13 +70,12 @@ class Watchlist:
                 process.update_unrecorded(now_ns)
                 if process.ring is not None and process.exit is None and process.identity:
                     recorded[process.pid] = process.identity
-            for found in self._sibling_finder.find_siblings(recorded, self._known_ranks):
-                if run_dir.format_process_key(found.pid, found.start_ticks) not in self.watched:
-                    process = watch_process(
-                        found.pid, found.start_ticks, now_ns, launch=found.launch
-                    )
-                    self._add_process(process)
-                    new_processes.append(process)
+            for rank in self._sibling_finder.find_siblings(recorded, self._known_ranks):
+                if run_dir.format_process_key(rank.pid, rank.start_ticks) in self.watched:
+                    continue
+                process = watch_process(rank.pid, rank.start_ticks, now_ns, launch=rank.launch)
+                self._add_process(process)
+                new_processes.append(process)
         if new_processes:
             self._record_ranks()
         while self.early_pidfds:  # the rings of these processes were removed before this scan
@@ -87,7 +85,9 @@ class Watchlist:
         return [process for process in new_processes if process.key in self.watched]
 
     def read_processes(self, now_ns: int) -> None:
-        """Reads all live processes, and drops wrappers."""
+        """Reads all live processes, and drops wrappers. Removes the files of processes whose exit the
+        server knows, and later drops these processes.
+        """
         for process in self.watched.values():
             if process.exit is not None:
                 continue
@@ -97,16 +97,6 @@ class Watchlist:
             if process.pidfd is None and process.has_ended():
                 self.record_exit(process, now_ns)
         self._record_ranks()
-
-    def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
-        """Records that a process has ended, and stops waiting for its end."""
-        if process.pidfd is not None:
-            self.selector.unregister(process.pidfd)
-        process.record_exit(now_ns)
-        self.on_exit()
-
-    def clean_up(self, now_ns: int) -> None:
-        """Removes the files of processes whose exit the server knows, and later drops the processes."""
         for process in list(self.watched.values()):
             if process.exit is None:
                 continue
@@ -119,6 +109,13 @@ class Watchlist:
             if process.exit_acked_ns and now_ns - process.exit_acked_ns > _KEEP_ENDED_NS:
                 self._drop_process(process)
                 self.finished_keys.append(process.key)
+
+    def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
+        """Records that a process has ended, and stops waiting for its end."""
+        if process.pidfd is not None:
+            self.selector.unregister(process.pidfd)
+        process.record_exit(now_ns)
+        self.on_exit()
 
     def close(self) -> None:
         """Removes the files of all processes, reported or not, if none is alive any more."""
@@ -144,41 +141,33 @@ class Watchlist:
         self._removed_keys &= {file.key for file in files}
         new_processes: list[WatchedProcess] = []
         for file in files:
-            process = self.watched.get(file.key)
-            if process is not None:
-                if process.ring is None:
-                    process.ring = file
-                    process.found_ns = now_ns
+            known = self.watched.get(file.key)
+            if known is not None and known.ring is None:
+                known.ring = file
+                known.found_ns = now_ns
+            if known is not None or file.key in self._removed_keys:
                 continue
-            if file.key in self._removed_keys:
-                continue
-            process = self._adopt_ring(file, now_ns)
-            if process is not None:
-                new_processes.append(process)
+            process = watch_process(
+                file.pid,
+                file.start_ticks,
+                now_ns,
+                ring=file,
+                pidfd=self.early_pidfds.pop(file.key, None),
+            )
+            if process.has_ended():
+                snapshot = process.snapshot
+                pulse_ns = int(1e9 * snapshot.pulse_s) if snapshot else 0
+                is_old = snapshot is None or pulse_ns > _STALE_RING_NS
+                if is_old and process.pidfd is None and self._is_first_scan:
+                    file.remove_files()  # an earlier run left it
+                    process.close()
+                    continue
+                process.record_exit(now_ns)
+                process.exited_at_ns = now_ns - pulse_ns  # the process lived at least until then
+                self.on_exit()
+            self._add_process(process)
+            new_processes.append(process)
         return new_processes
-
-    def _adopt_ring(self, file: rings.RingFile, now_ns: int) -> WatchedProcess | None:
-        """Watches the process of a ring; None if the ring was left by an earlier run."""
-        process = watch_process(
-            file.pid,
-            file.start_ticks,
-            now_ns,
-            ring=file,
-            pidfd=self.early_pidfds.pop(file.key, None),
-        )
-        if process.has_ended():
-            snapshot = process.snapshot
-            pulse_ns = int(1e9 * snapshot.pulse_s) if snapshot else 0
-            is_old = snapshot is None or pulse_ns > _STALE_RING_NS
-            if is_old and process.pidfd is None and self._is_first_scan:
-                file.remove_files()
-                process.close()
-                return None
-            process.record_exit(now_ns)
-            process.exited_at_ns = now_ns - pulse_ns  # the process lived at least until then
-            self.on_exit()
-        self._add_process(process)
-        return process
 
     def _add_process(self, process: WatchedProcess) -> None:
         self.watched[process.key] = process
@@ -269,13 +258,15 @@ class SiblingFinder:
                 rank = (launch.job, launch.restart, launch.rank)
                 if rank in seen_ranks:
                     continue
-                with contextlib.suppress(OSError, ValueError):  # the process has just ended
+                try:
                     stat = processes.read_stat(child, self.proc)
                     command = " ".join(processes.read_cmdline(child, self.proc))
-                    if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
-                        start_ticks = stat.start_ticks
-                        ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
-                        seen_ranks.add(rank)
+                except (OSError, ValueError):  # the process has just ended
+                    continue
+                if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
+                    sibling = SiblingRank(pid=child, start_ticks=stat.start_ticks, launch=launch)
+                    ranks.append(sibling)
+                    seen_ranks.add(rank)
         return ranks
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
 
+from ..system.processes import read_text
+
 HOST_ROOT_VARIABLE = "HANGWATCH_HOST_ROOT"
 
 
@@ -43,9 +45,7 @@ class Host:
         /dev/kmsg are mounted; the ranks' processes are in the container's own /proc all the same.
         """
         root = Path(environ.get(HOST_ROOT_VARIABLE) or "/")
-        return cls(
-            sys=root / "sys", kernel_log=root / "dev" / "kmsg", environ=dict(environ), pids=pids
-        )
+        return cls(sys=root / "sys", kernel_log=root / "dev/kmsg", environ=dict(environ), pids=pids)
 
 
 def observe(
@@ -60,14 +60,6 @@ def observe(
     ``is_abnormal``.
     """
     return Observation(source=source, about=about, what=what, now=now, weight=weight, **flags)
-
-
-def read_text(path: Path) -> str:
-    """A small file, stripped; empty if it cannot be read, as while its device is being reset."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def read_counters(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from ..system.processes import list_cgroups
-from .host import Host, SourceUnavailableError, list_names, observe, read_text
+from ..system.processes import list_cgroups, read_text
+from .host import Host, SourceUnavailableError, list_names, observe
 
 CGROUPS = "cgroup"
 PRESSURE = "pressure"
@@ -99,7 +99,7 @@ def probe_storage(host: Host) -> Iterator[Observation]:
             what = f"uninterruptible in {channel}"
             yield observe(STORAGE, f"process {pid}", what, count, Weight.FAULT, is_abnormal=True)
     mount = ""
-    for line in read_text(host.proc / "self" / "mountstats").splitlines():
+    for line in read_text(host.proc / "self/mountstats").splitlines():
         words = line.split()
         if line.startswith("device "):
             match = _NFS_MOUNT.match(line)
@@ -113,9 +113,9 @@ def probe_storage(host: Host) -> Iterator[Observation]:
 def probe_versions(host: Host) -> Iterator[Observation]:
     """The versions that are known, to be compared with known problems."""
     versions = {
-        "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
+        "kernel": read_text(host.proc / "sys/kernel/osrelease"),
         "machine": os.uname().machine,
-        "driver": read_text(host.sys / "module" / "nvidia" / "version"),
+        "driver": read_text(host.sys / "module/nvidia/version"),
     }
     for pid in host.pids[:1]:
         library = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps"))
@@ -126,7 +126,7 @@ def probe_versions(host: Host) -> Iterator[Observation]:
             if wheel := _NCCL_WHEEL.fullmatch(name):
                 versions.setdefault("nccl", wheel[1])
     # How the IOMMU treats devices: "identity" is a passthrough, "DMA" translates addresses.
-    groups = host.sys / "kernel" / "iommu_groups"
+    groups = host.sys / "kernel/iommu_groups"
     types = {read_text(groups / name / "type") for name in list_names(groups)[:_MAX_GROUPS]}
     versions["iommu"] = " and ".join(sorted(types - {""}))
     for about, version in versions.items():

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 from hangwatch.model.xids import XidAction, find_xid
@@ -92,9 +91,26 @@ _PATTERNS = (
 
 def probe(host: Host) -> tuple[Observation, ...]:
     """The newest messages that explain hangs. Raises SourceUnavailableError without the log."""
+    path, log = host.kernel_log, b""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(fd, "rb", buffering=0) as records:
+            while len(log) < _MAX_LOG_BYTES:
+                try:
+                    record = records.read(_MAX_RECORD_BYTES)
+                except BrokenPipeError:  # the next record was overwritten meanwhile
+                    continue
+                if not record:  # the log ends here
+                    break
+                log += record
+    except PermissionError:
+        raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}"
+        raise SourceUnavailableError(reason, f"mount {path} into the container") from None
     now_s = host.uptime_s()
     found: list[Observation] = []
-    for line in _read_log(host.kernel_log).splitlines():
+    for line in log.decode(errors="replace").splitlines():
         head, separator, message = line.partition(";")
         fields = head.split(",")  # priority, sequence number, microseconds since the host started
         if not separator or len(fields) < 3 or not fields[2].isdigit():
@@ -146,24 +162,3 @@ def _has_kernel_pids(host: Host) -> bool:
         return os.readlink(host.proc / "self/ns/pid") == _INITIAL_PID_NAMESPACE
     except OSError:
         return False
-
-
-def _read_log(path: Path) -> str:
-    log = b""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb", buffering=0) as records:
-            while len(log) < _MAX_LOG_BYTES:
-                try:
-                    record = records.read(_MAX_RECORD_BYTES)
-                except BrokenPipeError:  # the next record was overwritten meanwhile
-                    continue
-                if not record:  # the log ends here
-                    break
-                log += record
-    except PermissionError:
-        raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror}"
-        raise SourceUnavailableError(reason, f"mount {path} into the container") from None
-    return log.decode(errors="replace")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
+from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 from hangwatch.protocol.heartbeat import HardwareReply
 
 from ..system.runtime import OrderWorker
@@ -23,8 +23,6 @@ _FIRST_BASELINE_S = 2.0  # the delay after the first rank was found, which still
 MAX_BASELINES = 30  # half an hour
 MAX_OBSERVATIONS = 128  # the limit of one reply
 MAX_WAITING_ORDERS = 8
-
-_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
             reading = self._reader.read_sources(counted, host)
             self._absent.update(missing.source for missing in reading.unavailable)
-            self._baselines.add_reading(reading)
+            self._baselines.readings.append(reading)
             return None
         reading = self._reader.read_sources(self._sources, host)
         reply = HardwareReply(
@@ -96,26 +94,22 @@ class Baselines:
     """Earlier readings, so that a change can be found although it took a while to suspect a hang."""
 
     def __init__(self) -> None:
-        self._readings: deque[tuple[int, Mapping[_Key, ObservedValue]]] = deque(
-            maxlen=MAX_BASELINES
-        )
-
-    def add_reading(self, reading: Reading) -> None:
-        values = {_get_key(observation): observation.now for observation in reading.observations}
-        self._readings.append((reading.taken_ns, values))
+        self.readings: deque[Reading] = deque(maxlen=MAX_BASELINES)
 
     def find_changes(self, reading: Reading, onset_ns: int) -> tuple[Observation, ...]:
         """The observations that changed since before ``onset_ns``, or that are abnormal or facts by
         themselves, the weightiest first. They are compared with the newest baseline from before the
         onset, or with the oldest if all are later.
         """
-        baseline = self._readings[0][1] if self._readings else {}
-        for taken_ns, values in self._readings:
-            if taken_ns <= onset_ns:
-                baseline = values
+        baseline: Reading | None = None
+        for earlier in self.readings:
+            if baseline is None or earlier.taken_ns <= onset_ns:
+                baseline = earlier
+        compared = baseline.observations if baseline is not None else ()
+        values = {_get_key(observation): observation.now for observation in compared}
         changes: list[Observation] = []
         for observation in reading.observations:
-            before = baseline.get(_get_key(observation))
+            before = values.get(_get_key(observation))
             has_changed = before is not None and before != observation.now
             if observation.weight is Weight.FACT or observation.is_abnormal or has_changed:
                 changes.append(replace(observation, before=before if has_changed else None))
@@ -123,5 +117,5 @@ class Baselines:
         return tuple(changes[:MAX_OBSERVATIONS])
 
 
-def _get_key(observation: Observation) -> _Key:
+def _get_key(observation: Observation) -> tuple[str, str, str]:
     return observation.source, observation.about, observation.what

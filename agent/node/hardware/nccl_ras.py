@@ -17,7 +17,8 @@ from typing import Any
 
 from hangwatch.model.hardware import JOB_SOURCE, Observation, Weight
 
-from .host import Host, SourceUnavailableError, observe, read_text
+from ..system.processes import read_text
+from .host import Host, SourceUnavailableError, observe
 
 SOURCE = JOB_SOURCE
 

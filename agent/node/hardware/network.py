@@ -6,14 +6,15 @@ port's counters are those of Documentation/ABI/stable/sysfs-class-infiniband and
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, observe, read_counters, read_text
+from ..system.processes import read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_counters
 
 INFINIBAND = "infiniband"
 INTERFACES = "network"
@@ -60,14 +61,14 @@ _ROUTE_UP = 0x1  # RTF_UP
 
 def check_infiniband(host: Host) -> None:
     """Raises SourceUnavailableError if there is no adapter."""
-    if not list_names(host.sys / "class" / "infiniband"):
+    if not list_names(host.sys / "class/infiniband"):
         raise SourceUnavailableError("this host has no InfiniBand or RoCE adapter")
 
 
 def probe_infiniband(host: Host) -> Iterator[Observation]:
     """The ports of all adapters. Raises SourceUnavailableError if there are none."""
     check_infiniband(host)
-    for port in sorted((host.sys / "class" / "infiniband").glob("*/ports/*")):
+    for port in sorted((host.sys / "class/infiniband").glob("*/ports/*")):
         about = f"{port.parts[-3]}/{port.name}"
         # Only a change of state means something, since the job uses no port that was down before it.
         for what in ("state", "phys_state"):
@@ -85,20 +86,20 @@ def probe_infiniband(host: Host) -> Iterator[Observation]:
 
 def probe_interfaces(host: Host) -> Iterator[Observation]:
     """The job's interfaces, and TCP. Raises SourceUnavailableError without /sys/class/net."""
-    names = list_names(host.sys / "class" / "net")
+    names = list_names(host.sys / "class/net")
     if not names:
         raise SourceUnavailableError(
             "/sys/class/net cannot be read", "mount /sys into the container"
         )
     # A line of names and a line of values for each protocol
-    lines = read_text(host.proc / "net" / "snmp").splitlines()
-    lines += read_text(host.proc / "net" / "netstat").splitlines()
+    lines = read_text(host.proc / "net/snmp").splitlines()
+    lines += read_text(host.proc / "net/netstat").splitlines()
     for names_line, values_line in zip(lines[::2], lines[1::2], strict=False):
         for name, value in zip(names_line.split(), values_line.split(), strict=False):
             if name in _TCP_COUNTERS:
                 yield observe(INTERFACES, "TCP", name, int(value), is_counter=True)
     for name in choose_interfaces(host, names):
-        folder = host.sys / "class" / "net" / name
+        folder = host.sys / "class/net" / name
         state = read_text(folder / "operstate")
         if state and state != "unknown":  # loopback and tunnels
             yield observe(INTERFACES, name, "state", state, Weight.FAULT)
@@ -111,50 +112,32 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
     else all that are up. Loopback is among them only if a variable selects it.
     """
     for variable in _VARIABLES:
-        if chosen := _select_names(host.environ.get(variable, ""), names):
-            return chosen
-    routed = _find_route(host.proc, host.environ.get("MASTER_ADDR", ""))
+        # NCCL's notation: prefixes, after "^" those to leave out, after "=" exact names
+        selection = host.environ.get(variable, "")
+        prefixes = selection.removeprefix("^").removeprefix("=").split(",")
+        parts = tuple(part.partition(":")[0] for part in prefixes if part)
+        if selection.removeprefix("^").startswith("="):
+            selected = [name for name in names if name in parts]
+        else:
+            selected = [name for name in names if name.startswith(parts)]
+        if parts and selection.startswith("^"):
+            selected = [name for name in names if name not in selected and name != "lo"]
+        if selected:
+            return selected
+    longest, routed = -1, ""
+    with contextlib.suppress(OSError):  # the address is a name, and to resolve it could block
+        (target,) = struct.unpack("<I", socket.inet_aton(host.environ.get("MASTER_ADDR", "")))
+        for line in read_text(host.proc / "net/route").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) < 8:
+                continue
+            network, flags, mask = (int(fields[column], 16) for column in (1, 3, 7))
+            length = mask.bit_count()
+            if flags & _ROUTE_UP and target & mask == network and length > longest:
+                longest, routed = length, fields[0]
     if routed in names and routed != "lo":
         return [routed]
-    folder = host.sys / "class" / "net"
+    folder = host.sys / "class/net"
     return [
         name for name in names if name != "lo" and read_text(folder / name / "operstate") == "up"
     ]
-
-
-def _select_names(selection: str, names: list[str]) -> list[str]:
-    """The names that match a selection in NCCL's notation: prefixes separated by commas, after "^"
-    those to leave out, after "=" exact names.
-    """
-    inverts = selection.startswith("^")
-    selection = selection.removeprefix("^")
-    is_exact = selection.startswith("=")
-    listed = selection.removeprefix("=").split(",")
-    parts = tuple(part.partition(":")[0] for part in listed if part)
-    if not parts:
-        return []
-    if is_exact:
-        selected = [name for name in names if name in parts]
-    else:
-        selected = [name for name in names if name.startswith(parts)]
-    if not inverts:
-        return selected
-    return [name for name in names if name not in selected and name != "lo"]
-
-
-def _find_route(proc: Path, address: str) -> str:
-    """The interface on the route to an IPv4 address, by /proc/net/route; empty if it is not known."""
-    try:
-        (target,) = struct.unpack("<I", socket.inet_aton(address))
-    except OSError:  # the address is a name, and to resolve it could block
-        return ""
-    best_mask, best_name = -1, ""
-    for line in read_text(proc / "net" / "route").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) < 8:
-            continue
-        network, flags, mask = (int(fields[column], 16) for column in (1, 3, 7))
-        length = mask.bit_count()
-        if flags & _ROUTE_UP and target & mask == network and length > best_mask:
-            best_mask, best_name = length, fields[0]
-    return best_name

@@ -32,7 +32,7 @@ _NVLINK_ERRORS = {0: "nvlink_replays", 1: "nvlink_recoveries", 2: "nvlink_crc_er
 
 def check(host: Host) -> None:
     """Raises SourceUnavailableError without NVIDIA's driver or the module that calls NVML."""
-    if not (host.sys / "module" / "nvidia").exists():
+    if not (host.sys / "module/nvidia").exists():
         raise SourceUnavailableError("this host has no NVIDIA driver")
     if importlib.util.find_spec("pynvml") is None:
         raise SourceUnavailableError(

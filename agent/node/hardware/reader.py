@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
 from . import host_resources, kernel_log, nccl_ras, network, nvml
-from .host import Host, SourceUnavailableError
+from .host import Host, SourceUnavailableError, observe
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
@@ -176,9 +176,19 @@ class ReaderProcess:
                 self._process.wait(timeout=_END_WAIT_S)
             status = self._process.returncode  # None if it did not end by itself
             self.close()
-        return [
-            results.get(name) or _explain_missing(name, is_late, status) for name in self._names
-        ]
+        for name in self._names:
+            if name in results:
+                continue
+            observations = ()
+            reason, remedy = f"its reader ended with status {status}", "please report this"
+            if is_late:
+                limit = f"{TIME_LIMIT_S:g} s"
+                observations = (observe(name, name, "does_not_return", limit, is_abnormal=True),)
+                reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
+                remedy = _BLOCKED_REMEDY
+            unavailable = UnavailableSource(source=name, reason=reason, remedy=remedy)
+            results[name] = observations, unavailable
+        return [results[name] for name in self._names]
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -190,21 +200,6 @@ class ReaderProcess:
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_KILL_WAIT_S)
-
-
-def _explain_missing(name: str, is_late: bool, status: int | None) -> SourceResult:
-    if not is_late:
-        reason = f"its reader ended with status {status}"
-        return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
-    reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
-    blocked = Observation(
-        source=name,
-        about=name,
-        what="does_not_return",
-        now=f"{TIME_LIMIT_S:g} s",
-        is_abnormal=True,
-    )
-    return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
 
 
 def run_probe(source: Source, host: Host) -> SourceResult:

@@ -14,7 +14,7 @@ from hangwatch.protocol.heartbeat import NonfiniteReport, ProcessIdentity
 from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
-from hangwatch.ring.parts import THREAD, DeviceEntry
+from hangwatch.ring.parts import THREAD, DeviceEntry, compute_age_s
 from hangwatch.ring.reader import RingDelta, RingReader, RingSnapshot, StreamState
 from hangwatch.ring.sampling import thin_checks
 
@@ -115,7 +115,7 @@ class CheckHistory:
                     scaled=bool(entry.flags & CheckFlag.SCALED),
                     first=entry.first,
                     rounds=entry.rounds,
-                    at_s=round(max(0, now_ns - entry.entered_ns) / 1e9, 4),
+                    at_s=round(compute_age_s(now_ns, entry.entered_ns), 4),
                     call=call,
                 )
                 nonfinite.append(report)
@@ -170,9 +170,22 @@ class UnackedHistory:
         """Adds what was read. Returns (uid, seq) of the calls read earlier and retracted since."""
         late: list[tuple[int, int]] = []
         for index, (uid, seq) in delta.retracted.items():
-            if index < self.first_unread and index not in self._retracted:
-                late.append((uid, seq))
-                self._retract_call(uid, Retraction(seq, index))
+            if index >= self.first_unread or index in self._retracted:
+                continue
+            late.append((uid, seq))
+            chains = self.chains.get(uid, {})
+            for later_seq in [known for known in chains if known >= seq]:
+                del chains[later_seq]
+            if self.first_concurrent.get(uid) == seq:
+                del self.first_concurrent[uid]
+            reported_seq = self._answered_seqs.get(uid, 0)
+            if uid in self.composed_streams:
+                reported_seq = max(reported_seq, self.composed_streams[uid].entered)
+            if reported_seq >= seq:
+                first_seq = seq
+                if uid in self.retractions:
+                    first_seq = min(seq, self.retractions[uid].seq)
+                self.retractions[uid] = Retraction(first_seq, index)
         self._retracted = frozenset(delta.retracted)
         self.cursor = self.first_unread = delta.next_index
         self.newest_ops.update(delta.newest_ops)
@@ -189,26 +202,16 @@ class UnackedHistory:
             self.chains[uid] = chains
         return late
 
-    def _retract_call(self, uid: int, retraction: Retraction) -> None:
-        seq = retraction.seq
-        if uid in self.chains:
-            self.chains[uid] = {key: chain for key, chain in self.chains[uid].items() if key < seq}
-        if self.first_concurrent.get(uid) == seq:
-            del self.first_concurrent[uid]
-        composed = self.composed_streams.get(uid)
-        reported_seq = max(composed.entered if composed else 0, self._answered_seqs.get(uid, 0))
-        if reported_seq >= seq:
-            first_seq = min(seq, self.retractions.get(uid, retraction).seq)
-            self.retractions[uid] = retraction._replace(seq=first_seq)
-
     def add_reply(self, uid: int, calls: Sequence[Call]) -> None:
         """Records that the server is sent these calls, oldest first."""
         if calls:
-            self._answered_seqs[uid] = max(calls[-1].seq, self._answered_seqs.get(uid, 0))
+            answered_seq = self._answered_seqs.get(uid, 0)
+            self._answered_seqs[uid] = max(calls[-1].seq, answered_seq)
 
     def forget_closed_streams(self, ring: RingSnapshot) -> None:
         """Drops what is kept of the streams that the ring no longer has, once there are many."""
-        if ring.torn_parts or len(self.newest_ops) <= 2 * len(ring.streams) + _MIN_STREAMS_DROPPED:
+        limit = 2 * len(ring.streams) + _MIN_STREAMS_DROPPED
+        if ring.torn_parts or len(self.newest_ops) <= limit:
             return
         open_uids = {state.uid for state in ring.streams}
         for uid in list(self.newest_ops):

@@ -24,7 +24,16 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import DONE_NS, ENTERED_NS, FLAGS, SEQ, STAMP, UID, Record
+from hangwatch.ring.parts import (
+    DONE_NS,
+    ENTERED_NS,
+    FLAGS,
+    SEQ,
+    STAMP,
+    UID,
+    Record,
+    compute_age_s,
+)
 from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 
@@ -72,8 +81,6 @@ class _CallShape:
 
 @dataclass(slots=True)
 class _SizeClassTotals:
-    """The calls of one operation and size class since the last report."""
-
     call_count: int = 0
     total_bytes: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
@@ -81,8 +88,6 @@ class _SizeClassTotals:
 
 @dataclass(slots=True)
 class _StreamTally:
-    """The calls of one stream since the last report."""
-
     samples_per_report: int  # calls that are compared in a report; 0: none, as it has no peers
     member_count: int
     last_seq: int  # the newest call that was read
@@ -122,15 +127,21 @@ class ProcessTally:
             if stream is None:
                 if states_by_uid is None:
                     states_by_uid = {state.uid: state for state in states}
-                    self._forget_closed_streams(states_by_uid)
                 state = states_by_uid.get(uid)
                 if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
                     continue
-                stream = self._streams[uid] = _make_stream_tally(state, record[SEQ])
+                member_count = max(1, len(state.group.ranks))
+                sample_count = 0
+                if state.kind is StreamKind.COLLECTIVE and member_count > 1:
+                    sample_count = next(
+                        n for most, n in SAMPLES_BY_GROUP_SIZE if member_count <= most
+                    )
+                stream = _StreamTally(sample_count, member_count, last_seq=record[SEQ] - 1)
+                self._streams[uid] = stream
             self._add_record(record, stream, reader)
-
-    def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
-        """Drops the streams that are closed and reported, once there are many."""
+        if states_by_uid is None:
+            return
+        # Streams that are closed and reported are dropped once there are many.
         if len(self._streams) > 2 * len(states_by_uid) + _MIN_STREAMS_DROPPED:
             self._streams = {
                 uid: stream
@@ -151,7 +162,16 @@ class ProcessTally:
             since_previous_us = max(-1, (entered_ns - stream.last_ns) // 1000)
         stream.last_seq = max(stream.last_seq, seq)
         stream.last_ns = entered_ns
-        shape = self._find_shape(stream.member_count, signature, size, reader)
+        shape_key = stream.member_count, signature, size
+        shape = self._shapes.get(shape_key)
+        if shape is None:
+            if len(self._shapes) >= _MAX_CALL_SHAPES:
+                self._shapes.clear()
+            decoded = reader.read_signature(signature)
+            size_bytes = full_size(decoded.op, size, stream.member_count)
+            totals_key = decoded.op, size_class(size_bytes)
+            shape = _CallShape(decoded.op, size_bytes, is_even_split(decoded), totals_key)
+            self._shapes[shape_key] = shape
         totals = stream.totals_by_class[shape.totals_key]
         totals.call_count += 1
         totals.total_bytes += shape.size_bytes
@@ -170,34 +190,20 @@ class ProcessTally:
         if level >= MIN_TIMED_LEVEL:
             self._record_duration(record, shape)
 
-    def _find_shape(
-        self, member_count: int, signature_number: int, recorded_bytes: int, reader: RingReader
-    ) -> _CallShape:
-        key = (member_count, signature_number, recorded_bytes)
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MAX_CALL_SHAPES:
-                self._shapes.clear()
-            signature = reader.read_signature(signature_number)
-            size_bytes = full_size(signature.op, recorded_bytes, member_count)
-            totals_key = signature.op, size_class(size_bytes)
-            shape = _CallShape(signature.op, size_bytes, is_even_split(signature), totals_key)
-            self._shapes[key] = shape
-        return shape
-
     def _record_duration(self, record: Record, shape: _CallShape) -> None:
         if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
             if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
                 self._unfinished[record[STAMP] - 1] = record, shape
             return
-        stream, seq = self._streams[record[UID]], record[SEQ]
+        stream = self._streams[record[UID]]
+        seq = record[SEQ]
         took_ns = max(0, record[DONE_NS] - record[ENTERED_NS])
         took_ns = min(took_ns, int(MAX_DURATION_US * 1000))
         stream.timed_ops.add(shape.op)
         stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
         if seq in stream.samples:
-            sample = stream.samples[seq]
-            stream.samples[seq] = (*sample[:3], took_ns // 1000, *sample[4:])
+            before, after = stream.samples[seq][:3], stream.samples[seq][4:]
+            stream.samples[seq] = (*before, took_ns // 1000, *after)
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""
@@ -216,46 +222,30 @@ class ProcessTally:
                 )
                 for (op, size), kept in stream.totals_by_class.items()
             ]
+            # Calls from the first one on whose duration may still become known are kept for the
+            # next report. Earlier ones are compared, or dropped if they are not chosen.
+            end_seq = stream.last_seq + 1
+            for record, shape in self._unfinished.values():
+                if record[UID] != uid or shape.op not in stream.timed_ops:
+                    continue
+                is_recent = stream.last_seq - record[SEQ] < _MAX_LATER_CALLS
+                if is_recent and stream.last_ns - record[ENTERED_NS] < _MAX_DURATION_WAIT_NS:
+                    end_seq = min(end_seq, record[SEQ])
+            ready = sorted(seq for seq in stream.samples if seq < end_seq)
+            chosen = sample_calls(ready, stream.samples_per_report)
             part = heartbeat.StreamPerformance(
                 key=key,
                 uid=uid,
                 totals=tuple(totals),
-                samples=self._take_samples(uid, stream),
+                samples=tuple([stream.samples[seq] for seq in chosen]),
                 missed=stream.missed_count,
             )
             parts.append(part)
+            for seq in ready:
+                del stream.samples[seq]
             stream.totals_by_class.clear()
-            stream.missed_count = 0
+            stream.thinning_level = stream.missed_count = 0
         return parts
-
-    def _take_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
-        """Takes the calls to compare, and drops those that were not chosen. Calls from the first
-        one on whose duration may still become known are kept for the next report.
-        """
-        end_seq = stream.last_seq + 1
-        for record, shape in self._unfinished.values():
-            if record[UID] != uid or shape.op not in stream.timed_ops:
-                continue
-            is_recent = stream.last_seq - record[SEQ] < _MAX_LATER_CALLS
-            if is_recent and stream.last_ns - record[ENTERED_NS] < _MAX_DURATION_WAIT_NS:
-                end_seq = min(end_seq, record[SEQ])
-        ready = sorted(seq for seq in stream.samples if seq < end_seq)
-        chosen = sample_calls(ready, stream.samples_per_report)
-        samples = tuple([stream.samples[seq] for seq in chosen])
-        for seq in ready:
-            del stream.samples[seq]
-        stream.thinning_level = 0
-        return samples
-
-
-def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
-    member_count = max(1, len(state.group.ranks))
-    samples_per_report = 0
-    if state.kind is StreamKind.COLLECTIVE and member_count > 1:
-        samples_per_report = next(
-            count for members, count in SAMPLES_BY_GROUP_SIZE if member_count <= members
-        )
-    return _StreamTally(samples_per_report, member_count, last_seq=first_seq - 1)
 
 
 @dataclass(slots=True)
@@ -351,7 +341,7 @@ class CallLog:
                     signature,
                     site,
                     chain=chain,
-                    entered_s=max(0, now_ns - entered_ns) / 1e9,
+                    entered_s=compute_age_s(now_ns, entered_ns),
                     thread=thread,
                     raised=bool(flags & _RAISED_FLAG),
                 )

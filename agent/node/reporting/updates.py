@@ -25,7 +25,7 @@ from hangwatch.protocol.heartbeat import (
     StreamUpdate,
 )
 from hangwatch.ring.layout import DeviceStatusState
-from hangwatch.ring.parts import DeviceEntry, parse_site
+from hangwatch.ring.parts import DeviceEntry, compute_age_s, parse_site
 from hangwatch.ring.reader import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
@@ -93,7 +93,7 @@ def compose_update(
 
     is_known = view.identity is before.identity or view.identity == before.identity
     status_key = _make_status_key(view, ring, now_ns)
-    is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
+    is_changed = not is_known or status_key != before.status_key or ring.step != before.step
     # The recorder has not run yet if its pulse is 0.
     silent_s = min(view.idle_s, ring.pulse_s) if ring.pulse_s else view.idle_s
     alive_ns = now_ns - int(1e9 * silent_s)
@@ -129,7 +129,7 @@ def _make_update(
     raised_ns = (ring.exception or {}).get("at_ns")
     raised_s = 0.0
     if raised is not None and isinstance(raised_ns, int):
-        raised_s = max(0, now_ns - raised_ns) / 1e9
+        raised_s = compute_age_s(now_ns, raised_ns)
     return ProcessUpdate(
         key=view.key,
         lifecycle=ring.lifecycle,
@@ -220,7 +220,8 @@ def select_checkpoints(
     while upto // step - after // step > max_count:
         step *= 2
     first = (after // step + 1) * step
-    return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
+    seqs = range(first, upto + 1, step)
+    return tuple((seq, chains[seq]) for seq in seqs if seq in chains)
 
 
 def _compose_stream_update(
@@ -247,9 +248,17 @@ def _compose_stream_update(
         blocked_calls, last_blocked_seq = last_calls, state.entered
     else:
         blocked_calls, last_blocked_seq = _find_blocked_calls(state, before, fetch_calls)
+    # The last call of one thread and the first concurrent call of another
     shared: tuple[Call, ...] = ()
-    if not before.is_concurrency_reported:
-        shared = _find_concurrent_calls(state, history, fetch_calls)
+    concurrent_seq = history.first_concurrent.get(state.uid)
+    if concurrent_seq is not None and not before.is_concurrency_reported:
+        first = max(1, concurrent_seq - MAX_BLOCKED_CALLS)
+        calls = fetch_calls(state.uid, first, history.cursor)
+        concurrent = next((call for call in calls if call.seq == concurrent_seq), None)
+        if concurrent is not None:
+            earlier = [call for call in calls if call.seq < concurrent_seq]
+            others = [call for call in earlier if call.thread != concurrent.thread]
+            shared = (others[-1], concurrent) if others else ()
     max_count = MAX_CHECKPOINTS if state.peer is None else _MAX_CHANNEL_CHECKPOINTS
     # The messages that a receive from any source takes are those of several channels.
     is_compared = state.peer is None or state.peer >= 0
@@ -280,21 +289,6 @@ def _compose_stream_update(
         shared=shared,
     )
     return update, after_ack
-
-
-def _find_concurrent_calls(
-    state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
-) -> tuple[Call, ...]:
-    """The last call of one thread and the first concurrent call of another; otherwise empty."""
-    seq = history.first_concurrent.get(state.uid)
-    if seq is None:
-        return ()
-    calls = fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
-    concurrent = next((call for call in calls if call.seq == seq), None)
-    if concurrent is None:
-        return ()
-    others = [call for call in calls if call.seq < seq and call.thread != concurrent.thread]
-    return (others[-1], concurrent) if others else ()
 
 
 def _find_blocked_calls(
@@ -363,7 +357,7 @@ def _compose_device_statuses(
             enqueued=entry.enqueued,
             started=entry.started,
             completed=entry.completed,
-            read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
+            read_s=round(compute_age_s(now_ns, entry.read_ns), 3),
         )
         statuses.append(status)
     return tuple(statuses), after

@@ -32,8 +32,9 @@ from hangwatch.protocol.heartbeat import (
     StackReply,
     get_family,
 )
+from hangwatch.ring.parts import compute_age_s
 
-from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
+from ...transport.client import ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
 
 # Fields that hold stacks, call sites or arguments of calls.
@@ -148,7 +149,8 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
     def _use_target(self, target: ServerTarget) -> None:
         if target is not self.target:
             self._client.close()
-            self.target, self._client = target, SignedClient(target, self._timeout_s)
+            self.target = target
+            self._client = SignedClient(target, self._timeout_s)
 
     def _send_to_target(self, post: HeartbeatPost) -> HeartbeatOutcome:
         body, headers = encode_body(post.content, urgent=post.urgent)
@@ -168,8 +170,12 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         answered_s = time.monotonic()
         status = response.status
         if status // 100 != 2:
+            detail = ""
+            if "problem+json" in response.get_header("Content-Type"):  # RFC 9457
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    detail = str(response.parse_json()["detail"])[:300]
             return HeartbeatOutcome(
-                problem=explain_status(status, str(self.target), read_problem_detail(response)),
+                problem=explain_status(status, str(self.target), detail),
                 is_refused=status in (400, 413, 422),
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
                 retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
@@ -205,16 +211,6 @@ def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]
 def parse_retry_after_s(header: str) -> float:
     """The seconds in a Retry-After header, limited; 0 if it is not a number."""
     return min(float(header), _MAX_RETRY_AFTER_S) if header.isdecimal() else 0.0
-
-
-def read_problem_detail(response: Reply) -> str:
-    """The detail of a problem document (RFC 9457); empty if the response is not one."""
-    if "problem+json" not in response.get_header("Content-Type"):
-        return ""
-    try:
-        return str(response.parse_json()["detail"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def explain_status(status: int, target: str, detail: str = "") -> str:
@@ -340,7 +336,7 @@ class Outbox:
             replies: list[CommandReply] = []
             for reply, taken_ns in kept:
                 if isinstance(reply, StackReply | HardwareReply):
-                    reply = replace(reply, taken_s=max(0, now_ns - taken_ns) / 1e9)
+                    reply = replace(reply, taken_s=compute_age_s(now_ns, taken_ns))
                 replies.append(reply)
             pending[name] = tuple(replies)
         for number, recording in enumerate(pending["recordings"], 1):
@@ -364,4 +360,6 @@ def _identify(reply: CommandReply) -> tuple[str, str, bool]:
 
 
 def _count_frames(reply: CommandReply) -> int:
-    return sum(len(t.frames) for t in reply.threads) if isinstance(reply, StackReply) else 0
+    if not isinstance(reply, StackReply):
+        return 0
+    return sum(len(thread.frames) for thread in reply.threads)

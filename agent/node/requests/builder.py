@@ -89,31 +89,29 @@ class RecorderBuilder:
                 if status
                 else "the native recorder is built, for the next job"
             )
-        if not self._build_attempted and identity.get("without") == cache.NOT_BUILT_REASON:
-            self._build_attempted = True
-            problem = self._start_build()
-            if problem:
-                self._log.info(f"the native recorder is not built: {problem}")
-
-    def _start_build(self) -> str:
-        """Returns why the build was not started; empty if it was."""
+        if self._build_attempted or identity.get("without") != cache.NOT_BUILT_REASON:
+            return
+        self._build_attempted = True
+        problem = ""
         if build.find_compiler(self._env) is None and not cache.has_prebuilt():
-            return build.NO_COMPILER_MESSAGE
-        if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
-            return (
+            problem = build.NO_COMPILER_MESSAGE
+        elif self._get_free_memory() < REQUIRED_MEMORY_BYTES:
+            problem = (
                 f"less than {REQUIRED_MEMORY_BYTES >> 30} GiB of memory are left to this job;"
                 " hangwatch doctor builds it where there is more"
             )
-        try:
-            self._process = subprocess.Popen(
-                self._command,
-                env=build.make_build_environment(self._env),
-                cwd="/",
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError as error:
-            return str(error)
-        return ""
+        else:
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=build.make_build_environment(self._env),
+                    cwd="/",
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                problem = str(error)
+        if problem:
+            self._log.info(f"the native recorder is not built: {problem}")

@@ -25,7 +25,7 @@ from hangwatch.protocol.heartbeat import (
 )
 from hangwatch.ring.reader import Caller
 
-from ...transport.client import ServerTarget, SignedClient, TransportError
+from ...transport.client import ServerTarget, SignedClient
 from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.uplink import CommandReply, Outbox
@@ -179,7 +179,9 @@ def make_sample_order(
             callers = process.reader.read_callers()
             call = process.reader.read_newest_call(time.monotonic_ns())
             if call is not None:
-                newest_call = call.signature.op + (f" at {call.site}" if call.site else "")
+                newest_call = call.signature.op
+                if call.site:
+                    newest_call += f" at {call.site}"
     return SampleOrder(
         key=process.key,
         pid=process.pid,
@@ -239,47 +241,38 @@ class CommandPoll:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        target = None
+        target = client = None
         while True:
             self._is_permitted.wait()
             if self._is_closed:
                 break
-            if self._target is not target and self._target is not None:
+            if client is None or self._target is not target:
+                if client is not None:
+                    client.close()
                 target = self._target
-                self._close_client()
-                self._client = SignedClient(target, _POLL_TIMEOUT_S)
-            try:
-                commands = self._request_commands()
-            except Exception:  # the next reply to a heartbeat permits another attempt
+                assert target is not None  # `permit` has set it
+                self._client = client = SignedClient(target, _POLL_TIMEOUT_S)
+            commands: tuple[Command, ...] | None = None
+            with contextlib.suppress(Exception):  # no reply, or a malformed one
+                reply = client.send_request(
+                    "POST",
+                    COMMANDS_PATH,
+                    self._body,
+                    {"Content-Type": "application/json"},
+                    read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
+                )
+                if reply.status == 200:
+                    commands = decode_commands(reply.parse_json()["commands"])
+            if commands is None or (commands and not client.is_server_known):
+                # The next reply to a heartbeat permits another attempt.
                 self._is_permitted.clear()
                 continue
             for command in commands:
                 self._commands.put(command)
             if commands:
                 self._wake()
-        self._close_client()
-
-    def _close_client(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
-    def _request_commands(self) -> tuple[Command, ...]:
-        """Raises TransportError, and whatever a malformed reply causes."""
-        client = self._client
-        assert client is not None  # see `_run`
-        reply = client.send_request(
-            "POST",
-            COMMANDS_PATH,
-            self._body,
-            {"Content-Type": "application/json"},
-            read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
-        )
-        if reply.status != 200:
-            raise TransportError(f"the server answers {reply.status}")
-        commands = decode_commands(reply.parse_json()["commands"])
-        if commands and not client.is_server_known:
-            raise TransportError("who answers is not known")
-        return commands
+        if client is not None:
+            client.close()
 
 
 @dataclass(slots=True)
@@ -353,14 +346,13 @@ class AbortTracker:
                         ": it ends when its system call returns, from a file system or device that"
                         " is stuck"
                     )
-            replies.append(
-                AbortReply(
-                    key=key,
-                    request=request,
-                    signal=ABORT_SIGNAL,
-                    ended=exit_info,
-                    error=error,
-                )
+            reply = AbortReply(
+                key=key,
+                request=request,
+                signal=ABORT_SIGNAL,
+                ended=exit_info,
+                error=error,
             )
+            replies.append(reply)
             del self._signalled[key]
         return replies

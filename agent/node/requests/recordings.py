@@ -40,11 +40,14 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOrder:
-    """A command to record a process, and the process."""
-
     command: Command
     pid: int
     start_ticks: int
+
+    @property
+    def reply(self) -> RecordingReply:
+        """A reply without content."""
+        return RecordingReply(key=self.command.key, request=self.command.id)
 
 
 class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
@@ -89,24 +92,23 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
 
     def execute_order(self, order: RecordingOrder) -> RecordingReply | None:
         """Returns the last reply to an order, after a first one that it has begun."""
-        reply = RecordingReply(key=order.command.key, request=order.command.id)
         self._stop_reason = ""
         self._current = order
         try:
             if self._closed:
                 return None
             if order.command.id in self._cancelled_request_ids:
-                return replace(reply, error=f"{STOPPED_REASON} before it began")
-            self.publish_result(replace(reply, begun=True))
+                return replace(order.reply, error=f"{STOPPED_REASON} before it began")
+            self.publish_result(replace(order.reply, begun=True))
             return record_profile(self._pyspy, order, lambda: self._stop_reason)
         except PySpyError as error:
-            return replace(reply, error=str(error))
+            return replace(order.reply, error=str(error))
         finally:
             self._current = None
 
     def explain_failure(self, order: RecordingOrder, error: str) -> RecordingReply:
         problem = f"hangwatch failed to record: {error}; please report this"
-        return RecordingReply(key=order.command.key, request=order.command.id, error=problem)
+        return replace(order.reply, error=problem)
 
 
 def record_profile(
@@ -155,8 +157,9 @@ def build_command(path: str, order: RecordingOrder, output: Path) -> list[str]:
 def _run_recording(
     pyspy: PySpy, order: RecordingOrder, output: Path, get_stop_reason: Callable[[], str]
 ) -> str:
-    """Runs py-spy. Returns why it was ended early; empty if it was not."""
-    with (output.parent / "stderr").open("w+b") as stderr:
+    """Runs py-spy. Returns why it was ended early; empty if it was not. Raises PySpyError."""
+    messages = output.with_name("stderr")
+    with messages.open("wb") as stderr:
         try:
             process = subprocess.Popen(
                 build_command(pyspy.require_path(), order, output),
@@ -167,27 +170,9 @@ def _run_recording(
             )
         except OSError as error:
             raise pyspy.explain_start_failure(error) from error
-        limit_s = order.command.seconds + MAX_OVERRUN_S
-        if order.command.native:
-            limit_s = order.command.seconds + MAX_NATIVE_OVERRUN_S
-        try:
-            stop_reason = _wait_for_recording(process, limit_s, get_stop_reason)
-        finally:
-            if order.command.native and process.returncode:
-                pyspy.continue_stopped(order.pid, order.start_ticks)
-        stderr.seek(0)
-        messages = stderr.read(1 << 16).decode(errors="replace")
-    if stop_reason and not output.exists():
-        raise PySpyError(f"{stop_reason} before there was a sample")
-    if process.returncode and not output.exists():
-        raise explain_failure(messages, pyspy.proc)
-    return stop_reason
-
-
-def _wait_for_recording(
-    process: subprocess.Popen[bytes], limit_s: float, get_stop_reason: Callable[[], str]
-) -> str:
-    """Returns why py-spy was ended early, if it was. Raises PySpyError if it exceeds the limit."""
+    limit_s = order.command.seconds + MAX_OVERRUN_S
+    if order.command.native:
+        limit_s = order.command.seconds + MAX_NATIVE_OVERRUN_S
     began = time.monotonic()
     stop_reason = ""
     try:
@@ -205,11 +190,18 @@ def _wait_for_recording(
         if is_late:
             process.kill()
         process.wait()
+        if order.command.native and process.returncode:
+            pyspy.continue_stopped(order.pid, order.start_ticks)
     if is_late and not stop_reason:
         raise PySpyError(
             f"py-spy took more than {limit_s:g} s and was killed; the host may be overloaded: try"
             " a lower --rate"
         )
+    if stop_reason and not output.exists():
+        raise PySpyError(f"{stop_reason} before there was a sample")
+    if process.returncode and not output.exists():
+        with messages.open(errors="replace") as stderr_text:
+            raise explain_failure(stderr_text.read(1 << 16), pyspy.proc)
     return stop_reason
 
 
@@ -244,10 +236,5 @@ def _read_recording(
             f"only {sample_count} of {requested_count} samples were taken: the host is busy, or"
             " stacks changed while they were read"
         )
-    return RecordingReply(
-        key=command.key,
-        request=command.id,
-        seconds=round(seconds, 2),
-        profile=pack_profile(profile),
-        note=note,
-    )
+    profile_text = pack_profile(profile)
+    return replace(order.reply, seconds=round(seconds, 2), profile=profile_text, note=note)

@@ -13,12 +13,17 @@ from hangwatch.ring.reader import RecordEntry
 from hangwatch.ring.tracing import read_trace
 
 from ..discovery.watched import WatchedProcess
+from ..system.runtime import describe_error
 
 MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
 MAX_TRACED_CALLS = 8000  # the limit of one heartbeat, for all requests together
 TRACE_REQUEST_TTL_S = 15.0  # the server waits no longer for the reply
 
 UNKNOWN_PROCESS = "this node agent knows no such process"
+_NO_RING_MESSAGE = (
+    "it has no ring: hangwatch is not active in it, or it has not imported torch;"
+    " `hangwatch doctor` says why"
+)
 
 
 class TraceRequests:
@@ -59,11 +64,7 @@ def _answer_request(
         return replace(reply, error=UNKNOWN_PROCESS)
     reader = process.reader
     if process.ring_problem or reader is None:
-        no_ring = (
-            "it has no ring: hangwatch is not active in it, or it has not imported torch;"
-            " `hangwatch doctor` says why"
-        )
-        return replace(reply, error=process.ring_problem or no_ring)
+        return replace(reply, error=process.ring_problem or _NO_RING_MESSAGE)
     try:
         if command.after < 0:
             return replace(reply, upto=reader.count_records())
@@ -87,8 +88,7 @@ def _answer_request(
             others=trace.other_ops,
         )
     except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
-        problem = f"its ring cannot be read: {type(error).__name__}: {error}"
-        return replace(reply, error=problem)
+        return replace(reply, error=f"its ring cannot be read: {describe_error(error)}")
 
 
 def _make_traced_call(

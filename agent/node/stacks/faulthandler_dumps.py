@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hangwatch.model.ranks import Frame, ThreadStack
@@ -88,7 +89,7 @@ def request_stacks(
 ) -> OwnDump:
     """Makes a rank write the stacks of its threads, and reads them. Raises FaultStacksError."""
     try:
-        fd = os.open(ring_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(ring_path, os.O_RDWR | os.O_NOFOLLOW)
         with open(fd, "r+b", buffering=0):
             rank = _DumpingRank(pid, ring_path, fd, registration, proc, wait_s)
             return rank.dump_stacks(start_ticks)
@@ -210,8 +211,9 @@ class _DumpingRank:
             for ident, tid, name in json.loads(path.read_bytes()):
                 thread_list[int(ident)] = (tid if isinstance(tid, int) else None, str(name))
         stacks = parse_stacks(text, self.registration.main_thread, thread_list)
-        stacks = tuple(replace(s, tid=self.pid) if s.main else s for s in stacks)
-        return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
+        if stacks[0].main:
+            stacks = (replace(stacks[0], tid=self.pid), *stacks[1:])
+        return processes.add_cpu_times(stacks, self.pid, self.proc)
 
     def _describe_holders(self, candidates: Sequence[int]) -> str:
         """The place in the kernel of the thread that keeps the GIL, or of several that may."""
@@ -226,7 +228,7 @@ class _DumpingRank:
 def parse_stacks(
     text: str,
     main_thread: int | None = None,
-    thread_list: Mapping[int, tuple[int | None, str]] | None = None,
+    thread_list: Mapping[int, tuple[int | None, str]] = MappingProxyType({}),
 ) -> tuple[ThreadStack, ...]:
     """The stacks in faulthandler's output, main thread first; ``main_thread`` is its ident
     (threading.main_thread().ident), and ``thread_list`` the system's ids and names by ident.
@@ -244,10 +246,8 @@ def parse_stacks(
             _, number, name = header.groups()
             ident = int(number, 16)
             is_main = ident == main_thread
-            tid = None
-            if thread_list and ident in thread_list:
-                tid, known_name = thread_list[ident]
-                name = known_name or name
+            tid, known_name = thread_list.get(ident, (None, ""))
+            name = known_name or name
             if not name:
                 name = "MainThread" if is_main else f"thread {number}"
             stacks.append(ThreadStack(thread=name, frames=(), main=is_main, tid=tid))
@@ -255,7 +255,8 @@ def parse_stacks(
             file, number, function = match.groups()
             line_number = int(number) if number.isdigit() else 0
             frame = Frame(function=function, file=file, line=line_number)
-            stacks[-1] = replace(stacks[-1], frames=(*stacks[-1].frames, frame))
+            newest = stacks[-1]
+            stacks[-1] = replace(newest, frames=(*newest.frames, frame))
     if not stacks:
         raise FaultStacksError("there is no stack in faulthandler's output")
     return tuple(sorted(stacks, key=lambda stack: not stack.main))

@@ -23,6 +23,7 @@ from ..system import permission, processes, thread_waits
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
 _RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped this long after py-spy has detached
+_RUNNING_READINGS = 3  # readings in a row after which a process is known to run
 _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
@@ -116,9 +117,11 @@ class PySpy:
             deciding = [thread for thread in threads if thread.holds_gil] or [
                 thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
             ]
-            tids = [thread.tid or 0 for thread in deciding]
-            is_still = all(thread_waits.was_asleep(before.get(t), after.get(t)) for t in tids)
-            return threads if deciding and is_still else None
+            for thread in deciding:
+                tid = thread.tid or 0
+                if not thread_waits.was_asleep(before.get(tid), after.get(tid)):
+                    return None
+            return threads if deciding else None
         return None
 
     def _run_dump(
@@ -142,8 +145,7 @@ class PySpy:
             raise self.explain_start_failure(error) from error
         if done.returncode:
             raise explain_failure(done.stderr.decode(errors="replace"), self.proc)
-        stacks = parse_dump(done.stdout)
-        return tuple(processes.add_cpu_times(stack, pid, self.proc) for stack in stacks)
+        return processes.add_cpu_times(parse_dump(done.stdout), pid, self.proc)
 
     def require_path(self) -> str:
         """The path of py-spy. Raises PySpyError if it is not installed."""
@@ -171,9 +173,13 @@ class PySpy:
         other one, whoever stopped the process meant to.
         """
         deadline = time.monotonic() + _RESUME_TIMEOUT_S
+        running_count = 0  # the signal that stops it may take effect late
         while time.monotonic() < deadline:
             stat = processes.read_live_stat(pid, start_ticks, self.proc)
-            if stat is None or stat.state not in "Tt":
+            if stat is None:
+                return False
+            running_count = 0 if stat.state in "Tt" else running_count + 1
+            if running_count == _RUNNING_READINGS:
                 return False
             time.sleep(0.02)
         with contextlib.suppress(OSError):  # the process ended just now

@@ -44,9 +44,7 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = (
-    8  # frames of each thread that get their source text, besides one of user code
-)
+MAX_INNERMOST_FRAMES = 8  # those of a thread that get their source text, besides one of user code
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
@@ -95,14 +93,12 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._meter = TransferMeter(pyspy.proc)
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
-    def execute_order(self, order: SampleOrder) -> SampleResult:
-        return self._dump_stacks(order) if order.request_id else self._probe_access(order)
-
     def explain_failure(self, order: SampleOrder, error: str) -> SampleResult | None:
+        if not order.request_id:
+            return None
         problem = f"hangwatch failed to take stacks: {error}; please report this"
         failed = replace(_make_reply(order), error=problem)
-        result = SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
-        return result if order.request_id else None
+        return SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries py-spy without a pause, to know of a refusal before stacks are needed."""
@@ -122,8 +118,10 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
             refusal = str(error) if error.is_permanent else None
         return SampleResult(key=order.key, refusal=refusal)
 
-    def _dump_stacks(self, order: SampleOrder) -> SampleResult:
+    def execute_order(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
+        if not order.request_id:
+            return self._probe_access(order)
         self._preempt_recording(order.key)
         reply = _make_reply(order)
         taken_ns = time.monotonic_ns()
@@ -176,13 +174,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 
 
 def _make_reply(order: SampleOrder) -> StackReply:
-    """The reply to an order, without stacks."""
-    return StackReply(
-        key=order.key,
-        request=order.request_id,
-        source="py-spy",
-        native=order.native,
-    )
+    return StackReply(key=order.key, request=order.request_id, source="py-spy", native=order.native)
 
 
 def collect_child_stacks(
@@ -391,7 +383,9 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
 
 
 def _format_line(number: int, lines: list[str]) -> str | None:
-    return lines[number - 1].strip().rstrip(":")[:_MAX_LINE_CHARS] if number else None
+    if not number:
+        return None
+    return lines[number - 1].strip().rstrip(":")[:_MAX_LINE_CHARS]
 
 
 def _read_lines(file: str, pid: int, proc: str) -> list[str]:
@@ -404,7 +398,7 @@ def _read_lines(file: str, pid: int, proc: str) -> list[str]:
     # Without ptrace permission, the process's root cannot be read.
     for path in (f"{proc}/{pid}/{folder}{file}", file):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             continue
         with os.fdopen(fd, "rb") as opened:

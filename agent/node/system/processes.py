@@ -4,8 +4,9 @@ see proc(5) for the fields.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -98,23 +99,34 @@ def read_io_bytes(pid: int, tid: int, proc: str) -> int:
     return total
 
 
-def add_cpu_times(stack: ThreadStack, pid: int, proc: str) -> ThreadStack:
-    """The stack with the CPU time of its thread, if its id is known and it has not ended."""
-    try:
-        ticks = read_thread_stat(pid, stack.tid or 0, proc).cpu_ticks
-    except (OSError, ValueError):
-        return stack
-    ready_ns = read_schedstat(pid, stack.tid or 0, proc).ready_ns
-    return replace(stack, cpu_s=ticks / TICKS_PER_S, ready_s=ready_ns / 1e9)
+def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> tuple[ThreadStack, ...]:
+    """The stacks with the CPU times of the threads whose ids are known and that have not ended."""
+    timed: list[ThreadStack] = []
+    for stack in stacks:
+        tid = stack.tid or 0
+        with contextlib.suppress(OSError, ValueError):
+            cpu_s = read_thread_stat(pid, tid, proc).cpu_ticks / TICKS_PER_S
+            ready_s = read_schedstat(pid, tid, proc).ready_ns / 1e9
+            stack = replace(stack, cpu_s=cpu_s, ready_s=ready_s)
+        timed.append(stack)
+    return tuple(timed)
 
 
 def _read_line(path: str) -> bytes:
     """Reads a file of one line by system calls, since it is done several times a second per rank."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)
     finally:
         os.close(fd)
+
+
+def read_text(path: str | Path) -> str:
+    """A small file, stripped; empty if it cannot be read, as once its thread has ended."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def read_live_stat(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> ProcStat | None:
@@ -172,39 +184,28 @@ def list_cgroups(
 def list_children(pid: int, proc: str) -> list[int]:
     """Children of all threads of a process; empty if it is gone or the kernel does not list them."""
     children: list[int] = []
-    try:
-        threads = os.listdir(f"{proc}/{pid}/task")
-    except OSError:
-        return children
-    for thread in threads:
-        try:
-            with open(f"{proc}/{pid}/task/{thread}/children", "rb") as file:
-                children.extend(int(child) for child in file.read().split())
-        except OSError:
-            continue  # the thread has ended
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"{proc}/{pid}/task"):
+            with (
+                contextlib.suppress(OSError),  # the thread has ended
+                open(f"{proc}/{pid}/task/{thread}/children", "rb") as file,
+            ):
+                children.extend(map(int, file.read().split()))
     return children
 
 
 def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     """CPU time of a process and of its descendants, including ended ones; and how long their main
     threads were ready to run without a CPU.
-
-    Processes that end in the meantime are left out.
     """
-    ticks = 0
-    ready_ns = 0
-    pending_pids = [pid]
-    for _ in range(_MAX_TREE_PROCESSES):
-        if not pending_pids:
-            break
-        current = pending_pids.pop()
-        try:
+    ticks = ready_ns = 0
+    pids = [pid]  # grows while it is iterated
+    for current in pids:
+        with contextlib.suppress(OSError, ValueError):  # it has ended
             stat = read_stat(current, proc)
-        except (OSError, ValueError):
-            continue
-        ticks += stat.cpu_ticks + stat.reaped_ticks
-        ready_ns += read_schedstat(current, current, proc).ready_ns
-        pending_pids += list_children(current, proc)
+            ticks += stat.cpu_ticks + stat.reaped_ticks
+            ready_ns += read_schedstat(current, current, proc).ready_ns
+            pids += list_children(current, proc)[: _MAX_TREE_PROCESSES - len(pids)]
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
@@ -230,9 +231,6 @@ class ThreadActivity:
     sleeps 0.1 s 2 %, and a gloo collective not at all; a thread that computes waits almost always.
     """
 
-    last_busy_ns: (
-        int  # when it was last seen using a CPU, waiting for one, or moving data in state D
-    )
     state: str = "?"
     _ticks_since_ns: int = 0
     _ticks: int = -1
@@ -242,16 +240,22 @@ class ThreadActivity:
     _moved_bytes: int = -1
     _moved_read_ns: int = 0
 
-    def update_thread(self, pid: int, tid: int, now_ns: int, proc: str) -> None:
-        """Raises OSError if the thread has ended, ValueError if /proc is malformed."""
+    def update_thread(self, pid: int, tid: int, now_ns: int, proc: str) -> bool:
+        """Reads /proc, and returns whether the thread was busy. Raises OSError if it has ended,
+        ValueError if /proc is malformed.
+        """
         stat = read_thread_stat(pid, tid, proc)
         self.state = stat.state
-        self.record_ticks(stat.cpu_ticks, now_ns)
+        is_first = self._ticks < 0
+        is_busy = not is_first and stat.cpu_ticks - self._ticks > 1
+        if is_first or is_busy or now_ns - self._ticks_since_ns >= 1_000_000_000:
+            self._ticks = stat.cpu_ticks
+            self._ticks_since_ns = now_ns
         if stat.state == "D":
-            self._record_moved_bytes(read_io_bytes(pid, tid, proc), now_ns)
+            is_busy |= self._moves_data(read_io_bytes(pid, tid, proc), now_ns)
         elapsed_ns = now_ns - self._schedstat_read_ns
         if elapsed_ns < _SCHEDSTAT_INTERVAL_NS:
-            return
+            return is_busy
         schedstat = read_schedstat(pid, tid, proc)
         is_ready = stat.state == "R"
         if schedstat.cpu_ns and self._schedstat.cpu_ns:
@@ -259,46 +263,34 @@ class ThreadActivity:
             # A thread that was ready at both readings and did not run in between was always ready.
             was_always_ready = is_ready and self._was_ready and schedstat == self._schedstat
             if was_always_ready or ready_ns >= _MIN_WAIT_SHARE * elapsed_ns:
-                self.last_busy_ns = now_ns
+                is_busy = True
         self._schedstat = schedstat
         self._was_ready = is_ready
         self._schedstat_read_ns = now_ns
+        return is_busy
 
-    def _record_moved_bytes(self, moved_bytes: int, now_ns: int) -> None:
-        """Records what the thread has read and written."""
+    def _moves_data(self, moved_bytes: int, now_ns: int) -> bool:
+        """Whether a thread in state D has read or written enough since the last reading."""
         elapsed_s = (now_ns - self._moved_read_ns) / 1e9
         is_first = self._moved_bytes < 0
-        if not is_first and moved_bytes - self._moved_bytes >= MIN_TRANSFER_BYTES_PER_S * elapsed_s:
-            self.last_busy_ns = now_ns
-        elif not is_first and elapsed_s < 1.0:
-            return
-        self._moved_bytes, self._moved_read_ns = moved_bytes, now_ns
-
-    def record_ticks(self, ticks: int, now_ns: int) -> None:
-        """Records the CPU time of the thread."""
-        is_first = self._ticks < 0
-        if not is_first and ticks - self._ticks > 1:
-            self.last_busy_ns = now_ns
-        elif not is_first and now_ns - self._ticks_since_ns < 1_000_000_000:
-            return
-        self._ticks = ticks
-        self._ticks_since_ns = now_ns
+        increase = moved_bytes - self._moved_bytes
+        is_moving = not is_first and increase >= MIN_TRANSFER_BYTES_PER_S * elapsed_s
+        if is_first or is_moving or elapsed_s >= 1.0:
+            self._moved_bytes, self._moved_read_ns = moved_bytes, now_ns
+        return is_moving
 
 
 @dataclass(slots=True, kw_only=True)
 class CpuActivity:
     """A process's state, and whether its main thread or its calling thread was busy."""
 
-    last_busy_ns: int
+    last_busy_ns: int  # when one of them was last seen using a CPU or waiting for one
     state: str = "?"
     cpu_s: float = 0.0
-    _main: ThreadActivity = field(init=False)
+    _main: ThreadActivity = field(default_factory=ThreadActivity)
     # The thread that made the newest call, if that is another one than the main thread.
-    _caller: ThreadActivity | None = None
+    _caller: ThreadActivity = field(default_factory=ThreadActivity)
     _caller_tid: int = 0
-
-    def __post_init__(self) -> None:
-        self._main = ThreadActivity(last_busy_ns=self.last_busy_ns)
 
     def update_activity(
         self, pid: int, now_ns: int, caller_tid: int = 0, proc: str = PROC_ROOT
@@ -307,21 +299,21 @@ class CpuActivity:
         Raises OSError if the process is gone, ValueError if /proc is malformed.
         """
         whole = read_stat(pid, proc)
-        self._main.update_thread(pid, pid, now_ns, proc)
+        if self._main.update_thread(pid, pid, now_ns, proc):
+            self.last_busy_ns = now_ns
         self.state = self._main.state
         self.cpu_s = whole.cpu_ticks / TICKS_PER_S
         if self.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has ended (pthread_exit), the others continue
-        self.last_busy_ns = max(self.last_busy_ns, self._main.last_busy_ns)
         if caller_tid in (0, pid):
             return
-        if self._caller is None or caller_tid != self._caller_tid:
-            self._caller = ThreadActivity(last_busy_ns=self.last_busy_ns)
+        if caller_tid != self._caller_tid:
+            self._caller = ThreadActivity()
             self._caller_tid = caller_tid
         try:
-            self._caller.update_thread(pid, caller_tid, now_ns, proc)
+            if self._caller.update_thread(pid, caller_tid, now_ns, proc):
+                self.last_busy_ns = now_ns
         except (OSError, ValueError):  # the thread has ended
             return
-        self.last_busy_ns = max(self.last_busy_ns, self._caller.last_busy_ns)
         if self._caller.state == "D" and self.state not in "Tt":
             self.state = "D"  # what the rank's calls wait for is in the kernel

@@ -26,6 +26,10 @@ _OrderT = TypeVar("_OrderT")
 _ResultT = TypeVar("_ResultT")
 
 
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 class WakeupSelector:
     """A selector that any thread or signal handler can wake.
 
@@ -103,7 +107,7 @@ class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
             try:
                 result = self.execute_order(order)
             except Exception as error:
-                result = self.explain_failure(order, f"{type(error).__name__}: {error}")
+                result = self.explain_failure(order, describe_error(error))
             if result is not None:
                 self.publish_result(result)
 

@@ -7,7 +7,14 @@ import os
 import time
 from dataclasses import dataclass
 
-from .processes import PROC_ROOT, TICKS_PER_S, read_schedstat, read_status, read_thread_stat
+from .processes import (
+    PROC_ROOT,
+    TICKS_PER_S,
+    read_schedstat,
+    read_status,
+    read_text,
+    read_thread_stat,
+)
 
 # A thread that waits for the GIL wakes every 5 ms (sys.getswitchinterval) to request it, on a busy
 # host less often. It is measured until it has done so often enough, and no longer than this.
@@ -88,7 +95,7 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
         elif turn.cpu_ns - earlier.cpu_ns > _MAX_WAITER_CPU_NS + sleeps * _MAX_WAKEUP_CPU_NS:
             return []  # the thread has run Python
     for _ in range(_WCHAN_ATTEMPTS):
-        where = _read_text(f"{proc}/{pid}/task/{waiter}/wchan")
+        where = read_text(f"{proc}/{pid}/task/{waiter}/wchan")
         if where not in ("", "0"):
             return sorted(candidates) if "futex" in where else []
         time.sleep(0.001)
@@ -103,17 +110,9 @@ def describe_wait(pid: int, tid: int, proc: str) -> str:
         return "gone"
     if state == "R":
         return "running on a CPU"
-    where = _read_text(f"{proc}/{pid}/task/{tid}/wchan")
-    call = _read_text(f"{proc}/{pid}/task/{tid}/syscall").split(" ")[0]
+    where = read_text(f"{proc}/{pid}/task/{tid}/wchan")
+    call = read_text(f"{proc}/{pid}/task/{tid}/syscall").split(" ")[0]
     parts = [where] if where not in ("", "0") else []
     if call.isdigit():
         parts.append(f"system call {call}")
     return f"asleep in the kernel ({', '.join(parts) or f'state {state}'})"
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(200).strip()
-    except OSError:  # this is not permitted, or the thread has ended
-        return ""

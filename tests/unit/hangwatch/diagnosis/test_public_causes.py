@@ -47,7 +47,7 @@ class Cluster:
 
     def take_baselines(self, *probes: Probe) -> None:
         for number, baselines in enumerate(self._baselines):
-            baselines.add_reading(self._read(number, probes, taken_ns=1))
+            baselines.readings.append(self._read(number, probes, taken_ns=1))
 
     def stall(self) -> None:
         """All ranks enter a call that does not complete."""

@@ -35,7 +35,8 @@ from tests.simulation.http_receiver import (
 
 from .test_alerter import MOMENT, make_incident
 
-URL = "https://watch.example/incidents/01J"
+BASE_URL = "https://watch.example"
+URL = f"{BASE_URL}/incidents/01J00000000000000000000000"
 KEY = "0123456789abcdef0123456789abcdef"
 HOSTILE = "<!channel> *now* [click](http://evil.example)"
 
@@ -60,7 +61,7 @@ def service() -> Iterator[Service]:
 def make_message(event: str = OPENED, now: datetime = MOMENT, **fields: object) -> AlertMessage:
     if event == RESOLVED:
         fields |= {"status": "resolved", "resolved_at": now}
-    return compose_message(make_incident(**fields), event, URL, now)
+    return compose_message(make_incident(**fields), event, BASE_URL, now)
 
 
 def iter_texts(value: Any) -> Iterator[str]:

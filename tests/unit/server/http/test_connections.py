@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from hangwatch.server.core.supervision import Counters
 from hangwatch.server.http import connections
 from hangwatch.server.http.app_state import AppState
 
@@ -41,7 +42,8 @@ class RecordingTransport(asyncio.Transport):
 
 def make_protocol(*args: Any, **kwargs: Any) -> connections.LimitedHttpProtocol:
     worker = SimpleNamespace(is_running=False)
-    state = SimpleNamespace(token="token", agent_worker=worker)
+    shared = SimpleNamespace(counters=Counters())
+    state = SimpleNamespace(token="token", agent_worker=worker, shared=shared)
     return connections.LimitedHttpProtocol(*args, state=cast(AppState, state), **kwargs)
 
 

@@ -11,7 +11,6 @@ from hangwatch.server.incidents.evidence import (
     MAX_POSITIONS_SHOWN,
     add_device_advice,
     collect_device_positions,
-    keep_known_positions,
 )
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -69,20 +68,20 @@ def make_position(rank: int, completed: int, age_s: float = 0.5) -> DevicePositi
 
 
 def test_positions_of_the_groups_members_are_collected() -> None:
-    positions = collect_device_positions(make_attempt(5, 4), make_verdict())
+    positions = collect_device_positions(make_attempt(5, 4), make_verdict(), ())
     assert positions == (make_position(0, 5), make_position(1, 4))
 
 
 def test_culprits_come_first() -> None:
-    positions = collect_device_positions(make_attempt(5, 4), make_verdict(1))
+    positions = collect_device_positions(make_attempt(5, 4), make_verdict(1), ())
     assert [position.rank for position in positions] == [1, 0]
 
 
 def test_groups_of_waits_are_included() -> None:
     wait = Wait(rank=0, on_rank=1, group="0", seq=6)
     attempt = make_attempt(5, 4)
-    assert collect_device_positions(attempt, make_verdict(group=None)) == ()
-    assert len(collect_device_positions(attempt, make_verdict(group=None, waits=(wait,)))) == 2
+    assert collect_device_positions(attempt, make_verdict(group=None), ()) == ()
+    assert len(collect_device_positions(attempt, make_verdict(group=None, waits=(wait,)), ())) == 2
 
 
 def test_of_many_members_those_are_shown_that_completed_least() -> None:
@@ -98,16 +97,17 @@ def test_of_many_members_those_are_shown_that_completed_least() -> None:
         device=DeviceProgress(enqueued=6, started=None, completed=2, read_at=99.0),
     )
     members[300] = lagging
-    positions = collect_device_positions(attempt, make_verdict())
+    positions = collect_device_positions(attempt, make_verdict(), ())
     assert len(positions) == MAX_POSITIONS_SHOWN
     assert make_position(300, 2, age_s=1.0) in positions
 
 
 def test_unchanged_position_keeps_its_age() -> None:
     before = (make_position(0, 5, age_s=0.1), make_position(1, 4, age_s=0.1))
-    kept = keep_known_positions(before, [make_position(0, 5, age_s=9), make_position(1, 5)])
+    attempt = make_attempt(5, 5)
+    kept = collect_device_positions(attempt, make_verdict(), before)
     assert kept == (make_position(0, 5, age_s=0.1), make_position(1, 5))
-    assert keep_known_positions(before, []) == before
+    assert collect_device_positions(attempt, make_verdict(group=None), before) == before
 
 
 def test_advice_names_setting_that_makes_devices_known() -> None:

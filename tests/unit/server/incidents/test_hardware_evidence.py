@@ -17,7 +17,6 @@ from hangwatch.protocol.heartbeat import HardwareReply
 from hangwatch.server.incidents.evidence import (
     collect_hardware,
     collect_missing,
-    keep_known_hardware,
 )
 from tests.simulation.scripted_job import ScriptedJob
 
@@ -59,7 +58,7 @@ def test_faults_come_first_and_versions_are_left_out() -> None:
     report(job, 0, ERRORS, VERSION)
     report(job, 1, XID)
     (verdict,) = job.list_due_verdicts()
-    found = collect_hardware(list_involved_hosts(job.latest_attempt, verdict))
+    found = collect_hardware(list_involved_hosts(job.latest_attempt, verdict), ())
     assert found == (
         HostObservation(host="node1", observation=XID),
         HostObservation(host="node0", observation=ERRORS),
@@ -71,7 +70,7 @@ def test_readings_from_before_the_hang_are_no_evidence() -> None:
     report(job, 0, ERRORS)
     (verdict,) = job.list_due_verdicts()
     later = replace(verdict, began_at=job.now + 1.0)
-    assert collect_hardware(list_involved_hosts(job.latest_attempt, later)) == ()
+    assert collect_hardware(list_involved_hosts(job.latest_attempt, later), ()) == ()
     assert collect_missing(list_involved_hosts(job.latest_attempt, later)) == ()
 
 
@@ -91,8 +90,10 @@ def test_what_was_observed_is_kept() -> None:
     """A counter that grows replaces its earlier value; what did not change keeps its age."""
     xid = HostObservation(host="node1", observation=XID)
     errors = HostObservation(host="node1", observation=ERRORS)
-    older = HostObservation(host="node1", observation=replace(XID, age_s=64.0))
     more = HostObservation(host="node1", observation=replace(ERRORS, now=9))
-    assert keep_known_hardware((xid, errors), (older, more)) == (xid, more)
-    assert keep_known_hardware((xid, errors), ()) == (xid, errors)
-    assert keep_known_hardware((), (xid,)) == (xid,)
+    job = make_stalled_job()
+    report(job, 1, replace(XID, age_s=64.0), replace(ERRORS, now=9))
+    (verdict,) = job.list_due_verdicts()
+    hosts = list_involved_hosts(job.latest_attempt, verdict)
+    assert collect_hardware(hosts, (xid, errors)) == (xid, more)
+    assert collect_hardware((), (xid, errors)) == (xid, errors)

@@ -28,7 +28,7 @@ def test_process_with_a_backlog_is_not_replaced() -> None:
     async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()
         worker = AgentWorker(
-            heartbeat_paths=[],
+            request_lines=(),
             agents=AgentRegistry(),
             heartbeat_queue=HeartbeatQueue(lambda beat, is_urgent: HeartbeatReply(), Load()),
             answer_request=lambda request, send: None,

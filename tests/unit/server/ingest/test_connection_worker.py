@@ -20,7 +20,6 @@ from hangwatch.server.ingest.connection_worker import (
     OddRequestError,
     WorkerFrame,
     WorkerOptions,
-    decode_packet,
     encode_frame,
     encode_packet,
     parse_head,
@@ -93,8 +92,8 @@ class Server:
 
     def take_returned(self) -> tuple[int, bytes, socket.socket]:
         packet, fds, _, _ = socket.recv_fds(self.packets, MAX_PACKET_BYTES, 1)
-        number, _, received = decode_packet(packet)
-        return number, received, socket.socket(fileno=fds[0])
+        [frame] = take_frames(bytearray(packet))
+        return frame.number, frame.body, socket.socket(fileno=fds[0])
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from hangwatch.server.monitor.job_claims import (
 from hangwatch.server.shared_state import SharedState
 from hangwatch.server.storage.database import JobLocks
 from hangwatch.server.storage.persistence import PersistenceWorker
-from hangwatch.server.storage.store import JobHistory
 from hangwatch.tracking.attempt import Attempt
 
 
@@ -45,9 +44,9 @@ class FakeDatabase:
     def release_lock(self, job: str) -> None:
         self.released.append(job)
 
-    def adopt_job(self, job: str) -> JobHistory:
+    def adopt_job(self, job: str) -> tuple[list[Any], list[Any], list[Any]]:
         self.adopted.append(job)
-        return JobHistory(incidents=[], deliveries=[], attempts=[])
+        return [], [], []
 
 
 @dataclass(slots=True)

@@ -28,3 +28,10 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
         make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle), {}
     )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
+
+
+def test_rank_that_is_awaited_and_waits_for_the_culprit_has_one_box() -> None:
+    calls = [{"ranks": [1, 2, 3], "seq": 7, "op": "all_reduce"}]
+    waits = [{"rank": 1, "for": 2, "group": "1", "seq": 6}]
+    incident = make_incident(culprits=[0], waiting=[1, 2, 3], waits=waits, calls=calls, seq=7)
+    assert [box.ranks for box in draw_graph(incident, {}).boxes] == [(0,), (2, 3), (1,)]

@@ -11,6 +11,9 @@ import pytest
 
 from hangwatch.agent.node.discovery import flight_files
 from hangwatch.agent.node.discovery.flight_files import FlightFileReader, find_prefixes
+from hangwatch.agent.node.discovery.watched import WatchedProcess
+from hangwatch.agent.node.reporting.acked import AckedState
+from hangwatch.agent.node.system.processes import CpuActivity
 
 CONTENT = pickle.dumps({"version": "2.10", "entries": []})
 
@@ -29,8 +32,16 @@ def test_file_of_the_rank_is_read(tmp_path: Path) -> None:
     reader.read_file(3)
     assert reader.file is not None
     assert (reader.file.path, reader.file.error) == (str(tmp_path / "rank_3"), None)
-    assert reader.has_unsent_file(())
-    assert not reader.has_unsent_file((reader.file,))
+    watched = WatchedProcess(
+        pid=1,
+        start_ticks=1,
+        activity=CpuActivity(last_busy_ns=0),
+        found_ns=0,
+        flight_reader=reader,
+    )
+    assert watched.has_unsent_flight_file
+    watched.acked = AckedState(status_key=(reader.file,))
+    assert not watched.has_unsent_flight_file
 
 
 def test_foreign_old_and_linked_files_are_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def read(at_s: float, *observations: Observation) -> Reading:
 
 def test_only_changes_and_what_is_abnormal_are_reported() -> None:
     baselines = Baselines()
-    baselines.add_reading(
+    baselines.readings.append(
         read(1, observe("errors", 5), observe("drops", 2), observe("state", "up"))
     )
     reading = read(
@@ -43,7 +43,7 @@ def test_only_changes_and_what_is_abnormal_are_reported() -> None:
 def test_compared_with_the_last_reading_before_the_onset() -> None:
     baselines = Baselines()
     for at_s, errors in ((60, 0), (120, 1), (180, 8)):
-        baselines.add_reading(read(at_s, observe("errors", errors)))
+        baselines.readings.append(read(at_s, observe("errors", errors)))
     now = read(200, observe("errors", 8))
     (change,) = baselines.find_changes(now, onset_ns=150 * SECOND_NS)
     assert (change.before, change.now) == (1, 8)
@@ -60,7 +60,7 @@ def test_without_an_earlier_reading_only_what_is_abnormal_is_reported() -> None:
 def test_number_of_baselines_is_bounded() -> None:
     baselines = Baselines()
     for at_s in range(1, MAX_BASELINES + 11):
-        baselines.add_reading(read(at_s, observe("errors", at_s)))
+        baselines.readings.append(read(at_s, observe("errors", at_s)))
     now = read(1000, observe("errors", 1000))
     (change,) = baselines.find_changes(now, onset_ns=0)
     assert change.before == 11

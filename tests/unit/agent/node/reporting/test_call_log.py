@@ -100,12 +100,14 @@ def test_calls_in_the_ring_of_an_executed_program_are_counted(rank: QuickRank) -
     rank.read_ring()
     rank.path.unlink()
     rank.create_ring()  # the process has called exec()
+    rank.make_calls(2)
     rank.read_ring()
     rank.make_calls(3)
     rank.read_ring()
-    assert len(rank.log) == 13
+    assert len(rank.log) == 15
+    assert list(rank.watched.history.chains[UID]) == [1, 2, 3, 4, 5]
     (performance,) = rank.watched.tally.build_report("k")
-    assert [totals.calls for totals in performance.totals] == [13]
+    assert [totals.calls for totals in performance.totals] == [15]
 
 
 def test_log_is_bounded(rank: QuickRank) -> None:

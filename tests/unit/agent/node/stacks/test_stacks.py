@@ -197,11 +197,16 @@ def busy_pid() -> Iterator[int]:
     os.waitpid(pid, 0)
 
 
+def stop_process(pid: int) -> str:
+    """A shell command that returns once the process is stopped."""
+    return f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done"
+
+
 @pytest.mark.parametrize("end", ["exit 1", "kill -KILL $$", "exec sleep 60"])
 def test_target_left_stopped_by_failed_pyspy_is_continued(
     end: str, busy_pid: int, tmp_path: Path
 ) -> None:
-    script = write_script(tmp_path, f"kill -STOP {busy_pid}; {end}\n")
+    script = write_script(tmp_path, f"{stop_process(busy_pid)}; {end}\n")
     with pytest.raises(PySpyError, match="it was continued"):
         PySpy(path=script, timeout_s=0.5).dump_stacks(busy_pid, read_stat(busy_pid).start_ticks)
     assert wait_until(lambda: read_stat(busy_pid).state == "R", 5.0)
@@ -212,8 +217,8 @@ def test_target_that_was_stopped_meanwhile_stays_stopped(
     busy_pid: int, tmp_path: Path, nonblocking: bool, exit_status: int
 ) -> None:
     """A debugger or a scheduler stops it while py-spy starts, which may take a second."""
-    stops = f"kill -STOP {busy_pid}; echo '[]'; exit {exit_status}\n"
-    spy = PySpy(path=write_script(tmp_path, stops))
+    script = f"{stop_process(busy_pid)}; echo '[]'; exit {exit_status}\n"
+    spy = PySpy(path=write_script(tmp_path, script))
     start_ticks = read_stat(busy_pid).start_ticks
     with pytest.raises(PySpyError) if exit_status else nullcontext():
         spy.dump_stacks(busy_pid, start_ticks, nonblocking=nonblocking)

@@ -10,7 +10,7 @@ import pytest
 from hangwatch.agent.node.discovery import rings, watchlist
 from hangwatch.agent.node.system import processes
 from hangwatch.agent.node.system.permission import PtraceFacts
-from hangwatch.agent.node.system.processes import CpuActivity, ThreadActivity
+from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity
 
@@ -93,15 +93,19 @@ def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
     assert processes.read_live_stat(9, 100, proc) is None
 
 
-def test_one_tick_per_second_is_idle_but_two_together_are_not() -> None:
-    activity = ThreadActivity(last_busy_ns=0)
-    activity.record_ticks(100, 0)
-    for second in range(1, 10):
-        activity.record_ticks(100 + second, second * SECOND_NS)
-    assert activity.last_busy_ns == 0
-    activity.record_ticks(111, 9 * SECOND_NS + 1)
-    activity.record_ticks(112, 9 * SECOND_NS + 2)
-    assert activity.last_busy_ns == 9 * SECOND_NS + 1
+def test_one_tick_per_second_is_idle_but_two_together_are_not(tmp_path: Path) -> None:
+    activity = CpuActivity(last_busy_ns=0)
+
+    def read_activity(ticks: int, now_ns: int) -> int:
+        proc = tmp_path / str(ticks)
+        add_process(proc, 7, ticks=ticks)
+        activity.update_activity(7, now_ns, proc=str(proc))
+        return activity.last_busy_ns
+
+    for second in range(10):
+        assert read_activity(100 + second, second * SECOND_NS) == 0
+    assert read_activity(111, 9 * SECOND_NS + 1) == 9 * SECOND_NS + 1
+    assert read_activity(112, 9 * SECOND_NS + 2) == 9 * SECOND_NS + 1
 
 
 @pytest.mark.parametrize(
