@@ -67,7 +67,9 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     has_cause = any(KINDS[v.kind].role is not Role.INDEPENDENT for v in context.verdicts)
     if has_cause or not has_paused(attempt, context.now, limits):
         return
-    if len(processes) < attempt.rank_count or not all(map(_takes_part, processes)):
+    if not processes or len(processes) < attempt.rank_count:
+        return
+    if not all(map(_takes_part, processes)):
         return
     if context.graph.silent_ranks or _may_wait_in_calls(context, processes):
         return

@@ -1,4 +1,7 @@
-"""Rank 2 was started for a job of four ranks, its peers for one of three. No call comes before the fault."""
+"""Rank 2 was started for a job of four ranks, its peers for one of three.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Processes without a rank make a group by a store, as engines that serve do. One of them waits on an event; the others are in an all-reduce."""
+"""Processes without a rank make a group by a store, as engines that serve do. One of them waits on an event; the others are in an all-reduce.
+
+No call comes before the fault: the processes are no ranks.
+"""
 
 import multiprocessing
 import os

@@ -1,4 +1,7 @@
-"""Processes without a rank make a group by a store, as engines that serve do; one of them computes before some calls."""
+"""Processes without a rank make a group by a store, as engines that serve do; one of them computes before some calls.
+
+No call comes before the fault: the processes are no ranks.
+"""
 
 import multiprocessing
 import socket

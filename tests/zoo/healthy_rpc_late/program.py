@@ -1,4 +1,7 @@
-"""Rank 1 computes before init_rpc, and before it answers; its peers wait for it."""
+"""Rank 1 computes before init_rpc, and before it answers; its peers wait for it.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import time

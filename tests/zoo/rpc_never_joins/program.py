@@ -1,4 +1,7 @@
-"""Rank 1 loads its model before init_rpc and waits for a file lock; its peers wait in init_rpc. No call comes before the fault."""
+"""Rank 1 loads its model before init_rpc and waits for a file lock; its peers wait in init_rpc.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import fcntl
 import os

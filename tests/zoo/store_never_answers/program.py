@@ -1,4 +1,7 @@
-"""All ranks are in init_process_group, and the store takes their connections but never answers. No call comes before the fault."""
+"""All ranks are in init_process_group, and the store takes their connections but never answers.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import socket

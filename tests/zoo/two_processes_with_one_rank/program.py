@@ -1,4 +1,7 @@
-"""The launcher's script gives the third process the rank of the second one: nobody is rank 2. No call comes before the fault."""
+"""The launcher's script gives the third process the rank of the second one: nobody is rank 2.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 
