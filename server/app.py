@@ -16,7 +16,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hangwatch import __version__
-from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 
 from .alerting.alerter import Alerter
 from .core.clock import Clock
@@ -32,7 +31,6 @@ from .http import (
     rendering,
 )
 from .http.app_state import AppState, State
-from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch
 from .settings import Settings
 from .shared_state import SharedState
@@ -69,13 +67,6 @@ def build_app(
         token, own_name=settings.host, public_url=settings.public_url
     )
     agent_endpoint = heartbeats.AgentEndpoint(watch, authenticator)
-    heartbeat_paths = {HEARTBEAT_PATH, settings.path_prefix + HEARTBEAT_PATH}
-    agent_worker = AgentWorker(
-        request_lines=tuple(f"POST {path} HTTP/1.1".encode() for path in heartbeat_paths),
-        agents=shared.agents,
-        heartbeat_queue=watch.heartbeat_queue,
-        answer_request=agent_endpoint.answer_frame,
-    )
     # The routes for people and programs.
     state = AppState(
         settings=settings,
@@ -83,7 +74,6 @@ def build_app(
         token=token,
         shared=shared,
         watch=watch,
-        agent_worker=agent_worker,
         pages=rendering.PageRenderer(settings.path_prefix),
     )
     mcp = mcp_endpoint.McpEndpoint()
@@ -154,7 +144,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 @contextlib.asynccontextmanager
 async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
-    """Runs everything that requests do not start, except the agent worker: `HttpServer` runs it."""
+    """Runs everything that requests do not start."""
     persistence, job_claims = state.watch.persistence, state.watch.job_claims
     persistence.resume_deliveries(persistence.store.load_deliveries())
     state.tasks.start_task("diagnosis", state.watch.loop.run)

@@ -18,7 +18,6 @@ from ..core.limits import is_large
 from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
-from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
 from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
@@ -39,7 +38,6 @@ class AppState:
     token: str | None
     shared: SharedState
     watch: Watch
-    agent_worker: AgentWorker
     pages: PageRenderer
     tasks: TaskSupervisor = field(default_factory=TaskSupervisor)
     cache: ResultCache = field(default_factory=ResultCache)

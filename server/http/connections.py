@@ -1,14 +1,9 @@
-"""uvicorn's server and its HTTP connections, with timeouts and limits for incomplete requests.
-
-While the process for node agents' connections runs, a connection that begins with a heartbeat is
-passed on to it. It returns connections with other requests, which are then served here.
-"""
+"""uvicorn's server and its HTTP connections, with timeouts and limits for incomplete requests."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 from types import FrameType
 from typing import Any
 
@@ -40,20 +35,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _timeout_s: float = 0.0  # the limit for the client's next data; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, *args: Any, state: AppState, returned_data: bytes = b"", **kwargs: Any
-    ) -> None:
-        """``returned_data`` is what the agent worker read before it returned the connection."""
+    def __init__(self, *args: Any, state: AppState, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._state, self._returned_data = state, returned_data
+        self._state = state
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._state.token is None:  # requests are accepted by the user who sends them
             self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
         self._set_timeout(HEAD_S)
-        if self._returned_data:
-            self.data_received(self._returned_data)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -83,15 +73,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        worker = self._state.agent_worker
-        is_first = not self._head_bytes and not self._returned_data and self.cycle is None
-        if is_first and worker.is_running and data.startswith(worker.request_lines):
-            # A node agent begins a heartbeat. The state of TLS cannot be passed on.
-            has_tls = self.transport.get_extra_info("sslcontext") is not None
-            connected = self.transport.get_extra_info("socket")
-            if not has_tls and worker.take_connection(connected, data, self._peer_uid):
-                self.transport.abort()  # closes this process's descriptor only
-                return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > limits.HEAD.maximum and not self.transport.is_closing():
@@ -120,7 +101,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._returned_data = b""
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
             # uvicorn keeps a dozen objects of a request until the next one. With 12,500
@@ -153,33 +133,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application, runs the agent worker, and serves the connections that this one
-    returns. A signal also ends the event streams and the requests that wait for commands.
+    """Serves an application. A signal also ends the event streams and the requests that wait for
+    commands.
     """
 
     def __init__(self, state: AppState, app: ASGIApp, **options: Any) -> None:
         """``options`` are further arguments of `uvicorn.Config`."""
-        self._state, self._tasks = state, set[asyncio.Task[object]]()
-        self._make_protocol = functools.partial(LimitedHttpProtocol, state=state)
-        super().__init__(uvicorn.Config(app, http=self._make_protocol, **options))  # type: ignore[arg-type] # it is only called
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        run_worker = functools.partial(self._state.agent_worker.run, self._serve_connection)
-        self._state.tasks.start_task("node agents' connections", run_worker)
-
-    def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        create_protocol = functools.partial(
-            self._make_protocol,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-            returned_data=received,
-        )
-        task = loop.create_task(loop.connect_accepted_socket(create_protocol, connected))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._state = state
+        make_protocol = functools.partial(LimitedHttpProtocol, state=state)
+        super().__init__(uvicorn.Config(app, http=make_protocol, **options))  # type: ignore[arg-type] # it is only called
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)

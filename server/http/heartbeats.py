@@ -2,8 +2,8 @@
 any of it is applied; ``POST /api/v1/commands`` waits for what they should do; ``GET /api/v1/proof``
 proves that this server knows the token.
 
-They bypass the application's middleware and routing, which take longer than a heartbeat. `AgentEndpoint`
-gets them from `HeartbeatFastPath`, or from the process for node agents' connections.
+They bypass the application's middleware and routing, which take longer than a heartbeat:
+`HeartbeatFastPath` passes them to `AgentEndpoint`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from hangwatch.protocol.request_signing import PROOF_HEADER, may_report_job
 from ..core import limits
 from ..core.problems import Problem
 from ..ingest import heartbeat_checks
-from ..ingest.connection_worker import WorkerFrame, split_head
 from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import QueuedHeartbeat
 from ..monitor.cadence import POLL_S
 from ..monitor.job_claims import JobClaims
 from ..monitor.watch import Watch
 from . import rendering
-from .access import PEER_UID, AccessRefusedError, AgentGrant, Authenticator, read_body
+from .access import AccessRefusedError, AgentGrant, Authenticator, read_body
 
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
@@ -43,7 +42,6 @@ _PROOF_NAME = PROOF_HEADER.lower().encode()
 _SECURITY_HEADERS = [
     (name.lower().encode(), value.encode()) for name, value in rendering.SECURITY_HEADERS.items()
 ]
-_SECURITY_LINES = b"".join(b"%s: %s\r\n" % header for header in _SECURITY_HEADERS)
 
 log = logging.getLogger("hangwatch")
 
@@ -79,7 +77,7 @@ class AgentEndpoint:
                 answered.set_result(response)
 
         headers, body, grant = await self._receive(request)
-        self._submit_heartbeat(headers, body, grant, time.monotonic(), respond)
+        self._submit_heartbeat(headers, body, grant, respond)
         return await answered
 
     async def post_poll(self, request: Request) -> Response:
@@ -112,23 +110,6 @@ class AgentEndpoint:
         _, _, grant = await self._receive(request)
         return AgentReply({}, grant)
 
-    def answer_frame(self, frame: WorkerFrame, send_response: Callable[[bytes], None]) -> None:
-        """Sends the response to a heartbeat once it is applied or refused."""
-
-        def respond(response: Response) -> None:
-            send_response(rendering.format_response(response, _SECURITY_LINES))
-
-        try:
-            request_line, headers = split_head(frame.head)
-            path = request_line.split(" ", 2)[1]
-            peer_uid = None if frame.peer_uid < 0 else frame.peer_uid
-            scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
-            grant = self.authenticator.check_agent(scope, headers)
-            body = _unpack_body(headers, frame.body, grant)
-            self._submit_heartbeat(headers, body, grant, frame.arrived_at, respond)
-        except Exception as error:
-            respond(self.refuse(error))
-
     async def _receive(self, request: Request) -> tuple[dict[str, str], bytes, AgentGrant]:
         """The first header of each name, the decompressed body, and what the sender may send."""
         # A dozen look-ups in starlette's `Headers` take longer than a heartbeat.
@@ -149,7 +130,6 @@ class AgentEndpoint:
         headers: Mapping[str, str],
         body: bytes,
         grant: AgentGrant,
-        arrived_at: float,
         respond: Callable[[Response], None],
     ) -> None:
         """Queues a heartbeat. Raises Problem if the server is overloaded."""
@@ -175,7 +155,7 @@ class AgentEndpoint:
                 respond(AgentReply(codec.encode_message(reply), grant))
 
         watch.heartbeat_queue.submit(
-            QueuedHeartbeat(decode_heartbeat, is_urgent, arrived_at, take_reply)
+            QueuedHeartbeat(decode_heartbeat, is_urgent, time.monotonic(), take_reply)
         )
 
     def refuse(self, error: Exception, *, is_heartbeat: bool = True) -> Response:

@@ -146,11 +146,10 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
     )
 
 
-def format_response(response: Response, more_headers: bytes = b"") -> bytes:
-    """A response as it is sent. ``more_headers`` are complete lines."""
+def format_response(response: Response) -> bytes:
+    """A response as it is sent."""
     headers = [b"%s: %s\r\n" % header for header in response.raw_headers]
-    status_line = _STATUS_LINES[response.status_code]
-    return b"".join((status_line, *headers, more_headers, b"\r\n", response.body))
+    return b"".join((_STATUS_LINES[response.status_code], *headers, b"\r\n", response.body))
 
 
 def wants_json(request: Request) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hangwatch.protocol import heartbeat
 
@@ -34,16 +34,6 @@ class QueuedHeartbeat:
     take_reply: Callable[[heartbeat.HeartbeatReply | Exception], None]
 
 
-class HeartbeatSource(Protocol):
-    """A process that reads heartbeats from connections and passes them on."""
-
-    async def read_arrived(self, within_s: float) -> bool: ...
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 @dataclass(slots=True)
 class HeartbeatQueue:
     """``ingest`` applies a heartbeat; its second argument is whether it is urgent. Everything runs
@@ -52,7 +42,6 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    sources: list[HeartbeatSource] = field(default_factory=list)  # the running ones
     _urgent: deque[QueuedHeartbeat] = field(default_factory=deque)
     _usual: deque[QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
@@ -81,23 +70,14 @@ class HeartbeatQueue:
         that, applies those that have arrived, and all urgent ones, for up to ``within_s`` seconds.
         """
         until = time.monotonic() + within_s
-        if within_s:
-            for source in self.sources:
-                await source.read_arrived(within_s)
         arrived = self._usual_applied + len(self._usual)
         while (self._urgent or self._usual_applied < arrived) and time.monotonic() < until:
             await asyncio.sleep(0)
         self._is_state_locked = True
-        paused = list(self.sources)
-        for source in paused:
-            # While the thread works, reading takes several times as long, and the thread too.
-            source.pause_reading()
         try:
             return await asyncio.to_thread(work)
         finally:
             self._is_state_locked = False
-            for source in paused:
-                source.resume_reading()
             self._start_draining()
 
     def _end_slice(self) -> None:

@@ -4,11 +4,10 @@ tests.benchmarks.serving [--hosts 12500] [--only uvloop nginx]``.
 Each way serves the same load, that of `tests.benchmarks.fleet` in ``--jobs`` jobs of equal size, one
 way after the other:
 
-- worker: as hangwatch-server does with many hosts, which passes connections to a process of its own
-- asyncio: hangwatch-server without that process
-- uvloop: without that process, and with uvloop's event loop in place of asyncio's
-- nginx: without that process, behind nginx with deploy/nginx.conf
-- servers: a hangwatch-server for each job, without that process, on one PostgreSQL
+- asyncio: one hangwatch-server, with asyncio's event loop
+- uvloop: one with uvloop's
+- nginx: the first one, behind nginx with deploy/nginx.conf
+- servers: a hangwatch-server for each job, on one PostgreSQL
 
 A way whose programs are not installed is left out, with the remedy. CPU time and memory are those of
 all processes that serve: nginx and PostgreSQL are among them.
@@ -174,7 +173,6 @@ def find_missing(way: str) -> str:
 
 
 WAYS: dict[str, Deploy] = {
-    "worker": deploy_one("worker"),
     "asyncio": deploy_one("asyncio"),
     "uvloop": deploy_one("uvloop"),
     "nginx": deploy_behind_nginx,

@@ -1,5 +1,5 @@
-"""hangwatch-server with another way to serve node agents' connections: ``python serving_variant.py
-{worker,asyncio,uvloop} FLAGS...``. `tests.benchmarks.serving` runs it.
+"""hangwatch-server with one of the event loops: ``python serving_variant.py {asyncio,uvloop} FLAGS...``.
+`tests.benchmarks.serving` runs it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,13 @@ from unittest import mock
 import uvicorn
 
 from hangwatch.server import main
-from hangwatch.server.ingest import agent_worker
-
-
-class UvloopConfig(uvicorn.Config):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "loop": "uvloop"})
-
 
 if __name__ == "__main__":
-    way = sys.argv.pop(1)
-    min_hosts = 0 if way == "worker" else sys.maxsize  # from which on the worker process runs
-    config = UvloopConfig if way == "uvloop" else uvicorn.Config
-    with (
-        mock.patch.object(agent_worker, "MIN_HOSTS", min_hosts),
-        mock.patch.object(uvicorn, "Config", config),
-    ):
+    event_loop = sys.argv.pop(1)
+
+    class LoopConfig(uvicorn.Config):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "loop": event_loop})
+
+    with mock.patch.object(uvicorn, "Config", LoopConfig):
         sys.exit(main.main())

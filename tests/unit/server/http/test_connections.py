@@ -41,9 +41,8 @@ class RecordingTransport(asyncio.Transport):
 
 
 def make_protocol(*args: Any, **kwargs: Any) -> connections.LimitedHttpProtocol:
-    worker = SimpleNamespace(is_running=False)
     shared = SimpleNamespace(counters=Counters())
-    state = SimpleNamespace(token="token", agent_worker=worker, shared=shared)
+    state = SimpleNamespace(token="token", shared=shared)
     return connections.LimitedHttpProtocol(*args, state=cast(AppState, state), **kwargs)
 
 
