@@ -43,7 +43,7 @@ class HandledExceptions:
         self._recorder = recorder
         self._call_count = 0
         self._quiet_polls = 0
-        self._noted: dict[str, Any] = {}  # without its time
+        self._noted: dict[str, Any] = {}  # the note without its time
 
     def update_note(self, call_count: int) -> None:
         """Looks once a second while ``call_count`` stays the same; called ten times a second."""

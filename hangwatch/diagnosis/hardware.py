@@ -4,8 +4,9 @@ what it may explain. It never makes a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import mode
 
 from hangwatch.model.hardware import (
@@ -78,7 +79,7 @@ _XID_REPORTS = ("xid", "program_xid")
 _COMPLETION_DELAY_S = READING_DELAY_S + LATE_BY_S
 
 
-@dataclass(slots=True)
+@dataclass
 class InvolvedHost:
     """A host whose hardware may explain a verdict, with the ranks of the verdict that are on it."""
 
@@ -87,16 +88,17 @@ class InvolvedHost:
     processes: list[Process] = field(default_factory=list)
     hardware: HostHardware | None = None  # read since the onset
 
-    @property
-    def observations(self) -> Iterator[Observation]:
+    @cached_property
+    def observations(self) -> tuple[Observation, ...]:
         """What concerns the verdict: its own processes, and no events of long before the onset. An Xid
         after which all these ranks have completed calls is no cause either.
         """
         if self.hardware is None:
-            return
+            return ()
         own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in self.processes}
         earliest = self.onset - EVENT_BEFORE_ONSET_S
         completed_at = min(map(_get_last_completion, self.processes)) - _COMPLETION_DELAY_S
+        concerned: list[Observation] = []
         for observation in self.hardware.observations:
             since = max(earliest, completed_at) if observation.what in _XID_REPORTS else earliest
             is_late = self.hardware.taken_at - observation.age_s >= since
@@ -104,7 +106,8 @@ class InvolvedHost:
                 observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names
             )
             if observation.source == JOB_SOURCE or (is_late and not is_foreign):
-                yield observation
+                concerned.append(observation)
+        return tuple(concerned)
 
 
 def _get_last_completion(process: Process) -> float:

@@ -1,4 +1,4 @@
-"""NVIDIA's Xid errors: what each means, and what NVIDIA's catalogue has done about it at once.
+"""NVIDIA's Xid errors: the meaning of each, and the immediate action of NVIDIA's catalogue.
 
 Source: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, Ampere and later, as of
 2026-11-28. Codes of engines that training does not use, such as video decoders, are left out.
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 
 class XidAction(enum.Enum):
-    """What is to be done at once after an Xid."""
+    """The immediate action after an Xid."""
 
     CHECK_PROGRAM = "check_program"  # the program caused it
     RESTART_JOB = "restart_job"  # the GPU itself can be used again
     RESET_GPU = "reset_gpu"
     RESTART_NODE = "restart_node"
     CHECK_NVLINK = "check_nvlink"
-    NONE = "none"  # it was corrected, or follows from another Xid
+    NONE = "none"  # the error was corrected, or follows from another Xid
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ def _find_caller_frame(stack: ThreadStack | None) -> Frame | None:
 
 
 def find_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The user's innermost frame. Code without a file is the user's only where there is no other, as in
-    ``python -c``: libraries make functions by ``exec``.
+    """The user's innermost frame. A frame without a file counts only if no other frame is the user's, as in
+    ``python -c``: libraries create functions with ``exec``.
     """
     user_frames = [frame for frame in frames if is_user_frame(frame)]
     in_files = (frame for frame in user_frames if not frame.file.startswith("<"))

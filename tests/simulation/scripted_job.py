@@ -139,6 +139,7 @@ class ScriptedRank:
     phase: str | None = None
     pulse_at: float | None = None
     is_reporting: bool = True  # its agent reports it
+    has_old_calls: bool = True  # the calls that the server requests are still recorded
     streams: dict[str, ScriptedStream] = field(default_factory=dict)
     dropped: int = 0  # calls that were not recorded in any stream
     opened: int = 0  # streams ever opened, if not only the reported ones
@@ -403,7 +404,8 @@ class ScriptedJob:
                 calls = tuple(
                     call
                     for call in stream.list_calls(self.now)
-                    if request.from_seq <= call.seq <= request.to_seq
+                    if self.ranks[request.rank].has_old_calls
+                    and request.from_seq <= call.seq <= request.to_seq
                     and call.seq % request.step == 0
                 )
                 host = self.ranks[request.rank].host

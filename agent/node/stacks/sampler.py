@@ -44,7 +44,9 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = 8  # those of a thread that get their source text, besides one of user code
+MAX_INNERMOST_FRAMES = (
+    8  # the frames of a thread that get their source text, besides one of user code
+)
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed

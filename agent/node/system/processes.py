@@ -201,7 +201,7 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     ticks = ready_ns = 0
     pids = [pid]  # grows while it is iterated
     for current in pids:
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
             stat = read_stat(current, proc)
             ticks += stat.cpu_ticks + stat.reaped_ticks
             ready_ns += read_schedstat(current, current, proc).ready_ns

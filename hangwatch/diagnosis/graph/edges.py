@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nextafter
 
-from hangwatch.model.calls import ANY_SOURCE, StreamKind, decode_invalid_peer
+from hangwatch.model.calls import ANY_SOURCE, Call, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
@@ -173,12 +173,17 @@ def has_receives_from_any(process: Process, channel: CallStream) -> bool:
     )
 
 
-def get_new_group_ranks(stream: CallStream, seq: int = 0) -> tuple[int, ...] | None:
-    """The members of the group that call ``seq`` of a set-up stream creates (by default the newest one), if
-    the call records them: new_group blocks only its members. None for other streams.
+def get_new_group_ranks(stream: CallStream) -> tuple[int, ...] | None:
+    """The members of the group that the newest call of a set-up stream creates, if the call records them:
+    new_group blocks only its members. None for other streams.
     """
-    call = stream.calls.get(seq or stream.entered) if stream.kind is StreamKind.SETUP else None
-    detail = call.signature.detail if call is not None else None
+    call = stream.calls.get(stream.entered) if stream.kind is StreamKind.SETUP else None
+    return None if call is None else read_new_group_ranks(call)
+
+
+def read_new_group_ranks(call: Call) -> tuple[int, ...] | None:
+    """The members of the group that a set-up call creates, if it records them."""
+    detail = call.signature.detail
     if detail is None or not detail.startswith(_RANKS_PREFIX):
         return None
     try:

@@ -42,7 +42,7 @@ from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
 from ..context import DiagnosisContext, get_newest_call
 from ..graph.devices import get_first_unfinished
-from ..graph.edges import get_new_group_ranks, get_op_name, has_receives_from_any
+from ..graph.edges import get_op_name, has_receives_from_any, read_new_group_ranks
 from ..messages import describe_mismatch, describe_position, describe_ranks
 from .ended import get_failure_time, has_failed_exit, was_terminated
 
@@ -149,7 +149,7 @@ def _creates_separate_groups(mismatch: CallMismatch) -> bool:
     """
     connected_count = 0
     for call_class in mismatch.calls:
-        group_ranks = get_new_group_ranks(mismatch.members[call_class.ranks[0]], mismatch.seq)
+        group_ranks = read_new_group_ranks(call_class.call)
         if group_ranks is None:
             return False
         creators = set(group_ranks).intersection(call_class.ranks)
@@ -183,11 +183,13 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
         if any(blocked.stream is stream for blocked in blocked_calls):
             return False
     # Nor does a member enter the first call of a group that it created at another position.
-    created_groups: set[tuple[int, ...] | None] = set()
-    for ranks in mismatch.classes:
-        stream = members[ranks[0]]
-        seqs = [seq for seq in stream.calls if seq >= mismatch.seq]
-        created_groups.update(get_new_group_ranks(stream, seq) for seq in seqs)
+    creations = {
+        call.signature.detail: call
+        for rank in mismatch.reported_ranks
+        for call in members[rank].calls.values()
+        if call.seq >= mismatch.seq
+    }
+    created_groups = set(map(read_new_group_ranks, creations.values()))
     first_waits = [waiter_group[0] for waiter_group in context.graph.waiter_groups]
     return not any(
         blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values()

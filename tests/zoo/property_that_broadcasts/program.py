@@ -1,4 +1,4 @@
-"""Of two ranks, rank 0 alone reads a property that broadcasts. Only its stack shows who read it."""
+"""Only rank 0 of two ranks reads a property that broadcasts. Only its stack shows who read it."""
 
 import os
 

@@ -263,9 +263,12 @@ def test_groups_created_in_different_order() -> None:
     assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.GROUP_MISMATCH, (3,), 2)
 
 
-def test_groups_of_one_member_each_are_no_mismatch() -> None:
+@pytest.mark.parametrize("without_old_calls", [(), (0, 1), (2,)])
+def test_groups_of_one_member_each_are_no_mismatch(without_old_calls: tuple[int, ...]) -> None:
     """The halves of a world each divide themselves, as by ``new_subgroups(1, group=half)``."""
     job = ScriptedJob(4)
+    for rank in without_old_calls:
+        job.ranks[rank].has_old_calls = False
     for rank in range(4):
         job.make_setup_call(rank)
         for half in ((0, 2), (1, 3)):
