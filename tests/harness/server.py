@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,12 +163,13 @@ def running_server(
 
 
 class ServerPool:
-    """One server for each ``--stall-after``, started when it is first used, for jobs one after
-    another or at the same time.
+    """One server for each ``--stall-after``, started with these ``flags`` when it is first used, for
+    jobs one after another or at the same time.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._flags = flags
         self._lock = threading.Lock()
         self._servers: dict[float, Server] = {}
         self._running = contextlib.ExitStack()
@@ -184,6 +185,14 @@ class ServerPool:
         with self._lock:
             server = self._servers.get(stall_after_s)
             if server is None:
-                running = running_server(self._folder / f"server-{stall_after_s:g}", stall_after_s)
+                folder = self._folder / f"server-{stall_after_s:g}"
+                limit = ("--stall-after", str(stall_after_s), "--host", "127.0.0.1")
+                running = run_server(folder, *limit, *self._flags)
                 server = self._servers[stall_after_s] = self._running.enter_context(running)
         yield server
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers that were started."""
+        with self._lock:
+            return list(self._servers.values())

@@ -1,5 +1,6 @@
 """Runs the zoo and prints its verdicts, with precision, recall and seconds to verdict: ``python -m
-tests.zoo``. With ``--backend nccl`` the programs of tests/zoo/nccl.
+tests.zoo``. With ``--backend nccl`` the programs of tests/zoo/nccl; with ``--soak MINUTES`` the healthy
+ones at random.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from tests.harness.native import build_recorder
 from tests.harness.server import ServerPool
 from tests.harness.verdicts import ProgramOutcome, check_program
 
-from . import nccl, peers
+from . import nccl, peers, soak
 from .runs import run_programs
 
 HEALTHY_KIND = "healthy"
 EXIT_NOT_INSTALLED = 5
 DEFAULT_NCCL_TORCH = "2.14.1"
+JOB_COUNT = 4
+# As few already keep both cores of a small machine busy: a soak has no turns for imports.
+SOAK_JOB_COUNT = 2
+SOAK_MINUTES = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,17 +58,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
-        ServerPool(Path(folder)) as servers,
+        ServerPool(Path(folder), soak.SERVER_FLAGS if arguments.soak else ()) as servers,
     ):
         if arguments.recorder:
             os.environ["HANGWATCH_RECORDER"] = arguments.recorder
         if arguments.recorder == "native":
             build_recorder(get_cache_dir(os.environ), runtime)
+        run_program = partial(_run_program, _choose_runner(arguments, runtime, servers), arguments)
+        if arguments.soak:
+            return soak.run_soak(
+                programs,
+                [name for name in chosen if programs[name].healthy],
+                run_program,
+                servers,
+                minutes=arguments.soak,
+                seed=arguments.seed,
+                job_count=arguments.jobs or SOAK_JOB_COUNT,
+            )
         return run_programs(
             programs,
             [name for _ in range(arguments.repeat) for name in chosen],
-            partial(_run_program, _choose_runner(arguments, runtime, servers), arguments),
-            job_count=arguments.jobs,
+            partial(run_program, seed=arguments.seed),
+            job_count=arguments.jobs or JOB_COUNT,
             shows_details=arguments.details,
         )
 
@@ -73,8 +89,9 @@ def _run_program(
     arguments: argparse.Namespace,
     name: str,
     folder: Path,
+    seed: int,
 ) -> ProgramOutcome:
-    depth = draw_depth(name, arguments.seed)
+    depth = draw_depth(name, seed)
     if arguments.depth is not None:
         depth = Depth(calls=arguments.depth, seed=depth.seed)
     return runner(name, folder, stall_after_s=arguments.stall_after, depth=depth)
@@ -93,6 +110,8 @@ def _choose_runner(
         return partial(peers.check_with_peer, arguments.peer)
     if arguments.without_pyspy:
         runtime = replace(runtime, command_prefix=PTRACE_REFUSED)
+    if arguments.soak:
+        return partial(check_program, runtime=runtime, use_server=servers.use, env=soak.JOB_ENV)
     # One job imports torch at a time, while others wait: they would take each other's cores.
     return partial(
         check_program, runtime=runtime, use_server=servers.use, launch_turn=threading.Lock()
@@ -129,8 +148,19 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ci", action="store_true", help="only the representative part that the tests run"
     )
-    parser.add_argument("--jobs", type=int, default=4, help="programs at a time (4)")
+    parser.add_argument(
+        "--jobs", type=int, help=f"programs at a time ({JOB_COUNT}; with --soak {SOAK_JOB_COUNT})"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
+    parser.add_argument(
+        "--soak",
+        type=float,
+        nargs="?",
+        const=SOAK_MINUTES,
+        metavar="MINUTES",
+        help=f"for so long ({SOAK_MINUTES:g}) the healthy programs at random, starts at the same time"
+        " included, on a server that ends hung ranks: no alert, no kill",
+    )
     parser.add_argument(
         "--seed",
         type=int,
@@ -172,13 +202,20 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.names = [name if "/" in name else f"nccl/{name}" for name in arguments.names]
         if arguments.peer:
             parser.error("--peer runs the programs for gloo")
+    if arguments.soak is not None and (arguments.soak <= 0 or arguments.peer):
+        parser.error("--soak takes a positive number of minutes, and no --peer")
     if unknown := set(arguments.names) - programs.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
     kinds = {_program_kind(program) for program in programs.values()}
     if unknown := set(arguments.kind or ()) - kinds:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(sorted(kinds))}")
-    if arguments.jobs < 1 or arguments.repeat < 1:
+    if (arguments.jobs is not None and arguments.jobs < 1) or arguments.repeat < 1:
         parser.error("--jobs and --repeat are at least 1")
+    if arguments.soak and not any(
+        program.healthy and _is_wanted(name, program, arguments)
+        for name, program in programs.items()
+    ):
+        parser.error("--soak runs healthy programs only, and none of these is")
     return arguments
 
 
