@@ -27,11 +27,8 @@ from .rules.devices import (
     diagnose_uncounted_devices,
 )
 from .rules.ended import diagnose_exits
-from .rules.mismatch import (
-    diagnose_call_mismatches,
-    diagnose_invalid_peers,
-    diagnose_pair_mismatches,
-)
+from .rules.exchanges import diagnose_exchanges, diagnose_invalid_peers
+from .rules.mismatch import diagnose_call_mismatches
 from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
 from .rules.quiet import diagnose_quiet_job
@@ -45,7 +42,7 @@ from .unexplained import add_loss_notes, find_unexplained_wait, request_uncounte
 RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     request_last_calls,
     diagnose_call_mismatches,
-    diagnose_pair_mismatches,
+    diagnose_exchanges,
     diagnose_invalid_peers,
     diagnose_exits,
     diagnose_world_sizes,

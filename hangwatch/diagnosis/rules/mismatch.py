@@ -1,27 +1,13 @@
-"""Calls that should agree between ranks and do not.
-
-The calls of a group should be equal on every member: their running hashes show the first that is not.
-Some arguments may differ between members but must fit between two of them: what one rank sends is what
-the other expects.
-"""
+"""Calls of a group that are not equal on every member: their running hashes show the first one."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain, islice, permutations
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import chain
 
-from hangwatch.model.calls import (
-    UNKNOWN_OP,
-    Call,
-    Signature,
-    Site,
-    StreamKind,
-    decode_invalid_peer,
-)
+from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
@@ -32,7 +18,6 @@ from hangwatch.model.limits import (
     MAX_REPORT_WAIT_S,
     MIN_WAIT_S,
 )
-from hangwatch.model.operators import OPERATIONS, ListSide
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.attempt import find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
@@ -40,10 +25,10 @@ from hangwatch.tracking.process import Process
 
 from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
-from ..context import DiagnosisContext, get_newest_call
+from ..context import DiagnosisContext
 from ..graph.devices import get_first_unfinished
-from ..graph.edges import get_op_name, has_receives_from_any, read_new_group_ranks
-from ..messages import describe_mismatch, describe_position, describe_ranks
+from ..graph.edges import read_new_group_ranks
+from ..messages import describe_mismatch
 from .ended import get_failure_time, has_failed_exit, was_terminated
 
 # A rank that fails within this many calls, and `FAILED_SOON_S`, after a mismatched call that completed
@@ -52,10 +37,6 @@ _MAX_CALLS_AFTER = 2
 _MAX_CALLS_TO_FETCH = 64
 _MAX_ANSWERS_PER_CLASS = 3  # a class with as many answers gets no further request for these calls
 _MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
-# Every member of an all-to-all may have different sizes. The calls of the first outliers are shown
-# before those of the other members.
-_MAX_CLASSES_SHOWN = 16
-_MAX_OUTLIERS_FIRST = 8
 
 _GROUP_MISMATCH_ADVICE = (
     "Process groups must be created in the same order, with the same members, on every rank."
@@ -63,11 +44,6 @@ _GROUP_MISMATCH_ADVICE = (
 _MISMATCH_ADVICE = (
     "Every rank of a group must make the same calls in the same order: compare the two lines."
 )
-_INVALID_PEER_ADVICE = (
-    "Look at how this number is computed. A receive from any source is one without a source"
-    " (src=None)."
-)
-_PAIR_MISMATCH_ADVICE = "What one rank sends is not what the other expects: compare the two lines."
 
 _FIELD_READERS: dict[str, Callable[[Signature], object]] = {
     "dtype": lambda s: s.dtype,
@@ -134,7 +110,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
             mismatch.last_equal,
         ),
         advice=_GROUP_MISMATCH_ADVICE if is_setup else _MISMATCH_ADVICE,
-        site=_find_site_of(mismatch.calls, mismatch.outliers),
+        site=find_site_of(mismatch.calls, mismatch.outliers),
     )
     explains = None if is_harmless else delayed | failed
     context.accuse(verdict, explains, samples=bool(delayed or waiting))
@@ -217,7 +193,7 @@ def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> b
     )
 
 
-def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
+def find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
     """The call site of the first class of calls that only ``ranks`` made."""
     return next((c.call.site for c in calls if set(c.ranks).issubset(ranks)), None)
 
@@ -249,76 +225,6 @@ def _is_majority_undecided(context: DiagnosisContext, mismatch: CallMismatch) ->
         return False
     last_entered_at = max(mismatch.members[rank].entered_at for rank in reported_ranks)
     return context.now - last_entered_at < context.limits.settle_s
-
-
-def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
-    """One verdict for each channel and each group's all-to-all calls whose two ends do not fit: on the
-    first such call among those whose arguments are known.
-    """
-    attempt = context.attempt
-    for rank in sorted(attempt.sender_ranks):
-        for stream in attempt.processes[rank].streams.values():
-            if stream.kind is StreamKind.SEND and stream.calls and stream.other_end is not None:
-                _compare_channel(context, rank, stream, stream.other_end)
-    for sending in list(attempt.diverged_channels.values()):
-        _locate_divergence(context, sending)
-    for key in attempt.uneven_groups:
-        _compare_splits(context, attempt.streams_by_group[key])
-
-
-def diagnose_invalid_peers(context: DiagnosisContext) -> None:
-    """One verdict for each send or receive whose peer is no rank of its group, and that does not
-    complete: no backend but MPI knows such a peer, and not each one checks the argument.
-    """
-    for rank in sorted(context.attempt.misaddressing_ranks):
-        for stream in context.processes[rank].unfinished_streams:
-            argument, seq = decode_invalid_peer(stream.peer), stream.entered
-            if argument is None or context.now - stream.entered_at < MIN_WAIT_S:
-                continue
-            end = "destination" if stream.kind is StreamKind.SEND else "source"
-            summary = (
-                f"rank {rank} called {get_op_name(stream)} with {end} {argument}, which is no rank of"
-                f" {describe_position(stream.group, None)}"
-            )
-            calls, advice = get_newest_call(stream, rank), _INVALID_PEER_ADVICE
-            _accuse_callers(
-                context, {rank: stream}, (rank,), seq, ("peer",), calls, summary, advice
-            )
-
-
-def _accuse_callers(
-    context: DiagnosisContext,
-    callers: Mapping[int, CallStream],
-    outliers: tuple[int, ...],
-    seq: int,
-    differing_fields: tuple[str, ...],
-    calls: tuple[CallClass, ...],
-    summary: str,
-    advice: str = _PAIR_MISMATCH_ADVICE,
-) -> None:
-    """Opens the verdict on calls that do not fit. ``callers`` are all ranks that made them."""
-    if context.explained_ranks.issuperset(outliers):
-        return
-    concerned = context.graph.find_waiters_of(outliers) | callers.keys()
-    blocked = concerned & context.graph.get_waiting_ranks()
-    waiting = blocked.difference(outliers)
-    processes = context.processes
-    ended = {r for r in callers if r in processes and not processes[r].is_alive}
-    verdict = Verdict(
-        kind=VerdictKind.MISMATCH,
-        culprits=outliers,
-        waiting=tuple(sorted(waiting)),
-        group=next(iter(callers.values())).group,
-        seq=seq,
-        differing_fields=differing_fields,
-        calls=calls,
-        waits=context.select_waits(waiting),
-        began_at=max(stream.entered_at for stream in callers.values()),
-        summary=summary,
-        advice=advice,
-        site=_find_site_of(calls, outliers),
-    )
-    context.accuse(verdict, ended, samples=bool(blocked))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +306,7 @@ def _list_calls_to_fetch(
     for _, ranks in classes:
         # One rank represents its class, since equal hashes mean equal calls; the next one does if the
         # calls of the first are lost.
-        if any(_knows_calls(members[rank], window, divergence.last_equal) for rank in ranks):
+        if any(knows_calls(members[rank], window, divergence.last_equal) for rank in ranks):
             continue
         unanswered = [rank for rank in ranks if not members[rank].has_answered(window)]
         if len(ranks) - len(unanswered) < _MAX_ANSWERS_PER_CLASS:
@@ -423,7 +329,7 @@ def choose_window(divergence: DivergenceBounds) -> CallWindow:
     return CallWindow(first, last, step)
 
 
-def _knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool:
+def knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool:
     """Whether a window's calls after ``last_equal`` are known; of a sparse window, their hashes."""
     if window.step > 1:
         first = -(-window.first // window.step) * window.step
@@ -472,214 +378,3 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     if not differing_fields and len({signature.detail for signature in signatures}) > 1:
         return ("detail",)
     return differing_fields
-
-
-class SplitExchange(NamedTuple):
-    """What a rank sends to another one in a call, or to itself, and what that expects, in elements."""
-
-    sender: int
-    receiver: int
-    sent: float
-    expected: float
-
-
-def _compare_channel(
-    context: DiagnosisContext, rank: int, sending: CallStream, receiving: CallStream
-) -> None:
-    receiver = context.processes.get(sending.peer) if sending.peer is not None else None
-    if receiver is not None and has_receives_from_any(receiver, receiving):
-        return
-    for seq in sorted(sending.calls):
-        if not (sending.is_counted(seq) and receiving.is_counted(seq)):
-            return
-        sent, expected, peer = sending.calls[seq], receiving.calls.get(seq), sending.peer
-        if expected is None or peer is None:
-            continue
-        ours, theirs = sent.signature, expected.signature
-        differing_fields: tuple[str, ...] = ("dtype",) if ours.dtype != theirs.dtype else ()
-        if ours.numel != theirs.numel:
-            differing_fields += ("shape",)
-        if not differing_fields or UNKNOWN_OP in (ours.op, theirs.op):
-            continue
-        callers = {rank: sending, peer: receiving}
-        outliers = tuple(sorted(callers))
-        calls = (
-            CallClass(ranks=(rank,), call=replace(sent, peer=peer)),
-            CallClass(ranks=(peer,), call=replace(expected, peer=rank)),
-        )
-        summary = describe_mismatch(outliers, calls, differing_fields, sending.group, seq)
-        _accuse_callers(context, callers, outliers, seq, differing_fields, calls, summary)
-        return
-
-
-def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
-    """Requests the calls around the first one in which the ends of a channel differ by their running
-    hashes, which `_compare_channel` then compares. If some are lost, a verdict says between which it is.
-    """
-    receiving = sending.other_end
-    if receiving is None or sending.peer is None or receiving.peer is None:
-        return
-    ends = {receiving.peer: sending, sending.peer: receiving}
-    divergence = find_divergence(ends)
-    receiver = context.processes.get(sending.peer)
-    if divergence is None or receiver is None or has_receives_from_any(receiver, receiving):
-        return
-    window, last_equal = choose_window(divergence), divergence.last_equal
-    is_lost = False
-    for rank, end in ends.items():
-        if not _knows_calls(end, window, last_equal):
-            context.request_calls(rank, end, window)
-            is_lost |= end.has_answered(window)
-    if not is_lost:
-        return
-    seq, outliers = divergence.first_different, tuple(sorted(ends))
-    summary = (
-        f"what rank {receiving.peer} sent differs from what rank {sending.peer} received at or before"
-        f" {describe_position(sending.group, seq)}"
-    )
-    if last_equal:
-        summary += f", and after call {last_equal}"
-    summary += "; the records of the calls in between could not be fetched"
-    _accuse_callers(context, ends, outliers, seq, (), (), summary)
-
-
-def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
-    """Compares what the members of a group send in calls with sizes for each member with what their
-    receivers expect.
-    """
-    group = next(iter(members.values())).group
-    calls_by_seq: dict[int, dict[int, Call]] = {}  # calls with split sizes
-    for rank, stream in members.items():
-        if not stream.calls or rank not in group.ranks:
-            continue
-        for seq, call in stream.calls.items():
-            if call.signature.splits is not None and stream.is_counted(seq):
-                calls_by_seq.setdefault(seq, {})[rank] = call
-    for seq, calls in sorted(calls_by_seq.items()):
-        if len({call.signature.op for call in calls.values()}) > 1:
-            continue
-        exchanges = list(_iter_exchanges(calls, group))
-        if any(exchange.sent != exchange.expected for exchange in exchanges):
-            _accuse_split_outliers(context, members, seq, calls, exchanges)
-            return
-
-
-def _await_other_sizes(
-    context: DiagnosisContext, members: Mapping[int, CallStream], seq: int
-) -> bool:
-    """Whether calls that show which of two sizes is that of most members may still be reported."""
-    unknown = [r for r, s in members.items() if s.entered >= seq and seq not in s.calls]
-    for rank in unknown[:_MAX_CALLS_TO_FETCH]:
-        context.request_calls(rank, members[rank], CallWindow(seq, seq))
-    entered_at = [stream.entered_at for stream in members.values() if stream.entered >= seq]
-    return bool(unknown) and context.now - max(entered_at) <= MAX_EVIDENCE_WAIT_S + MIN_WAIT_S
-
-
-def _iter_exchanges(calls: Mapping[int, Call], group: Group) -> Iterator[SplitExchange]:
-    """What the ranks whose calls are known exchange. With a root, each member does so only with the root."""
-    first = next(iter(calls.values())).signature
-    spec, root_index = OPERATIONS.get(first.op), first.root
-    if spec is None or root_index is None:
-        for sender, receiver in permutations(calls, 2):
-            sent = _get_split_elements(calls[sender], 0, group, receiver)
-            expected = _get_split_elements(calls[receiver], 1, group, sender)
-            yield SplitExchange(sender, receiver, sent, expected)
-        return
-    is_list_sent = spec.list_side is ListSide.INPUTS
-    root = group.ranks[root_index] if root_index < len(group.ranks) else -1
-    root_splits = calls[root].signature.splits if root in calls else None
-    parts = root_splits[not is_list_sent] if root_splits is not None else ()
-    for member, part in zip(group.ranks, parts, strict=False):
-        call = calls.get(member)
-        if call is None or call.signature.splits is None or call.signature.root != root_index:
-            continue
-        own = call.signature.splits[is_list_sent]
-        if len(own) == 1 and is_list_sent:
-            yield SplitExchange(root, member, part, own[0])
-        elif len(own) == 1:
-            yield SplitExchange(member, root, own[0], part)
-
-
-def _find_split_outliers(exchanges: list[SplitExchange], *, is_rooted: bool) -> tuple[int, ...]:
-    """The ranks with the most conflicts. With a root, those whose size is not that of most members, and
-    both ranks of a conflict if no size is.
-    """
-    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
-    if not is_rooted:
-        counts = Counter(rank for conflict in conflicts for rank in conflict[:2])
-        most = max(counts.values())
-        return tuple(sorted(rank for rank, count in counts.items() if count == most))
-    is_list_sent = len({exchange.sender for exchange in exchanges}) == 1
-    own_sizes = Counter(e.expected if is_list_sent else e.sent for e in exchanges)
-    usual = {size for size, count in own_sizes.items() if 2 * count > len(exchanges)}
-    outliers: set[int] = set()
-    for sender, receiver, sent, expected in conflicts:
-        if sent not in usual:
-            outliers.add(sender)
-        if expected not in usual:
-            outliers.add(receiver)
-    return tuple(sorted(outliers))
-
-
-def _accuse_split_outliers(
-    context: DiagnosisContext,
-    members: dict[int, CallStream],
-    seq: int,
-    calls: dict[int, Call],
-    exchanges: list[SplitExchange],
-) -> None:
-    """Accuses the outliers; the summary has the first of their conflicts with known sizes."""
-    is_rooted = next(iter(calls.values())).signature.root is not None
-    outliers = _find_split_outliers(exchanges, is_rooted=is_rooted)
-    if is_rooted and len(outliers) > 1 and _await_other_sizes(context, members, seq):
-        return
-    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
-    exchange: SplitExchange | None = None
-    for conflict in conflicts:
-        are_sizes_known = min(conflict.sent, conflict.expected) >= 0
-        if are_sizes_known and not set(outliers).isdisjoint(conflict[:2]):
-            exchange = conflict
-            break
-    shown_first = outliers[:_MAX_OUTLIERS_FIRST]
-    if exchange is not None:
-        shown_first += (exchange.sender, exchange.receiver)
-    # The ranks with equal sizes together, the outliers separate from the others.
-    classes: dict[object, list[int]] = {}
-    for rank in dict.fromkeys((*shown_first, *sorted(calls))):
-        sizes = rank in outliers, calls[rank].signature.splits
-        classes.setdefault(sizes, []).append(rank)
-    shown = tuple(
-        CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]])
-        for ranks in islice(classes.values(), _MAX_CLASSES_SHOWN)
-    )
-    callers = {rank: members[rank] for rank in sorted(calls)}
-    group = next(iter(members.values())).group
-    fields = ("shape",) if is_rooted else ("splits",)
-    if exchange is None:
-        summary = describe_mismatch(outliers, shown, fields, group, seq)
-    else:
-        position = describe_position(group, seq)
-        sender, receiver = f"rank {exchange.sender}", f"rank {exchange.receiver}"
-        sent, expected = f"{exchange.sent:.12g}", f"{exchange.expected:.12g}"
-        if exchange.receiver in outliers:
-            noun = "element" if exchange.expected == 1 else "elements"
-            clause = f"{receiver} expects {expected} {noun} from {sender}, which sends {sent}"
-        else:
-            noun = "element" if exchange.sent == 1 else "elements"
-            clause = f"{sender} sends {sent} {noun} to {receiver}, which expects {expected}"
-        summary = f"{clause} ({shown[0].call.signature.op}, {position})"
-        if not is_rooted and not {exchange.sender, exchange.receiver}.issuperset(outliers):
-            summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
-    _accuse_callers(context, callers, outliers, seq, fields, shown, summary)
-
-
-def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:
-    """The number of elements that a call sends to (side 0) or expects from (side 1) global rank
-    ``other``, -1 if it is unknown. A single number means equal parts.
-    """
-    assert call.signature.splits is not None
-    parts = call.signature.splits[side]
-    if len(parts) == 1:
-        return parts[0] / len(group.ranks)
-    index = group.ranks.index(other)
-    return parts[index] if index < len(parts) else -1.0
