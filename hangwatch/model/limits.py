@@ -7,6 +7,9 @@ from dataclasses import dataclass
 # Shared by node agents and the server.
 MIN_WAIT_S = 1.0  # shorter waits are normal
 FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
+# The CPU time that a frozen process that is not idle has used since then: on an overloaded host, a healthy one
+# may get none. Reports that may be a second old show it, so that it is shorter.
+FROZEN_CPU_S = 1.5
 
 # Training rounds in a row with an overflow, after which it counts as persistent under loss scaling. Each
 # of them halves the initial scale of 2**16, so that it has reached 2**-8 by then.

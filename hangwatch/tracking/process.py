@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import FlightFile
-from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES, STOPPED_STATES
+from hangwatch.model.limits import (
+    BUSY_WITHIN_S,
+    FROZEN_AFTER_S,
+    FROZEN_CPU_S,
+    MIN_WAIT_S,
+    NOT_RUNNING_STATES,
+    STOPPED_STATES,
+)
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
@@ -73,6 +80,7 @@ class ProcessActivity:
     # When the main thread, or the thread of the newest call, last used a CPU or was ready to run.
     last_active_at: float = 0.0
     cpu_s: float = 0.0
+    cpu_at_pulse_s: float = 0.0  # `cpu_s` when the recorder's thread was last seen running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +310,17 @@ class Process:
             or activity.state in NOT_RUNNING_STATES
         ):
             return True
-        pulse_at = activity.pulse_at
-        return pulse_at is not None and self.reports.last_seen_at - pulse_at >= FROZEN_AFTER_S
+        return self.lacks_pulse(self.reports.last_seen_at)
+
+    def lacks_pulse(self, until: float) -> bool:
+        """Whether it could not run Python for too long before ``until``: it was idle, or used the CPU in
+        native code only. One that waits for a CPU could.
+        """
+        activity = self.activity
+        if activity.pulse_at is None or until - activity.pulse_at < FROZEN_AFTER_S:
+            return False
+        is_idle = until - activity.last_active_at >= BUSY_WITHIN_S
+        return is_idle or activity.cpu_s - activity.cpu_at_pulse_s >= FROZEN_CPU_S
 
     @property
     def is_blocked(self) -> bool:
@@ -403,7 +420,6 @@ class Process:
         if activity.state == "D" and state_s >= FROZEN_AFTER_S and is_idle:
             return FreezeReason.UNINTERRUPTIBLE
         runs_python = self.is_alive and self.lifecycle < Lifecycle.EXITING
-        pulse_at = activity.pulse_at
-        if runs_python and pulse_at is not None and last_seen_at - pulse_at >= FROZEN_AFTER_S:
+        if runs_python and self.lacks_pulse(last_seen_at):
             return FreezeReason.GIL_HELD
         return None

@@ -51,6 +51,8 @@ def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now:
         activity.state, activity.state_since = update.state, now
     activity.last_active_at = now - update.idle_s
     activity.cpu_s = update.cpu_s
+    if update.pulse_s is not None and update.pulse_s < MIN_WAIT_S:
+        activity.cpu_at_pulse_s = update.cpu_s
     _apply_ending(process, update, now)
     process.dropped_records, process.recorder_faults = update.dropped, update.faults
     process.device_setting = update.device_setting

@@ -99,7 +99,7 @@ def check_program(
                 _watch_healthy(expected, job, server, outcome, has_daemon)
             else:
                 _watch_hang(expected, job, server, outcome)
-            outcome.incidents = _list_incidents(server, job.name, with_children=expected.healthy)
+            outcome.incidents = _list_incidents(server, job.name)
         except launchers.MissingLauncherError as error:
             outcome.problems.append(str(error))
             return outcome
@@ -123,15 +123,9 @@ def _has_begun(expected: programs.ExpectedVerdict, job: LaunchedJob, server: Ser
     )
 
 
-def _list_incidents(
-    server: Server, job: str, *, with_children: bool = False
-) -> list[dict[str, Any]]:
-    """The job's incidents; also those of worlds that its ranks or their children made beside it."""
-    items = server.get_items("incidents") if with_children else ()
-    of_children = [item for item in items if item["job"].startswith(f"{job}/")]
+def _list_incidents(server: Server, job: str) -> list[dict[str, Any]]:
     return [
-        server.get(f"incidents/{item['id']}")
-        for item in [*server.get_items("incidents", job=job), *of_children]
+        server.get(f"incidents/{item['id']}") for item in server.get_items("incidents", job=job)
     ]
 
 
@@ -279,7 +273,7 @@ def _watch_healthy(
         outcome.problems.append(f"the job's exit status is {status}")
     for alert in [
         i
-        for i in _list_incidents(server, job.name, with_children=True)
+        for i in _list_incidents(server, job.name)
         if i["severity"] == "alert" or i["kind"] in CHECK_KINDS
     ]:
         outcome.verdict = f"{alert['kind']} {alert['culprits']}"

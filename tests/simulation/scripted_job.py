@@ -138,6 +138,7 @@ class ScriptedRank:
     exception_at: float = 0.0
     phase: str | None = None
     pulse_at: float | None = None
+    cpu_s: float = 0.0
     is_reporting: bool = True  # its agent reports it
     has_old_calls: bool = True  # the calls that the server requests are still recorded
     streams: dict[str, ScriptedStream] = field(default_factory=dict)
@@ -379,6 +380,7 @@ class ScriptedJob:
             ),
             state=rank.state,
             idle_s=0.0 if not rank.idle else 100.0,
+            cpu_s=rank.cpu_s,
             exit=rank.exit,
             exit_age_s=self.now - rank.exited_at if rank.exit else 0.0,
         )

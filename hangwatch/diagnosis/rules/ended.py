@@ -17,7 +17,6 @@ from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import (
     DETECTION_DELAY_S,
-    FROZEN_AFTER_S,
     MIN_VICTIM_WAIT_S,
     MIN_WAIT_S,
     PEER_ERROR_DELAY_S,
@@ -611,10 +610,9 @@ def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
         return True
     if process.exit is None or process.exit.signal not in TERMINATION_SIGNALS:
         return False
-    ended_at, pulse_at = process.exited_at, process.activity.pulse_at
-    if process.lifecycle >= Lifecycle.EXITING or ended_at is None or pulse_at is None:
+    if process.lifecycle >= Lifecycle.EXITING or process.exited_at is None:
         return False
-    return ended_at - pulse_at >= FROZEN_AFTER_S
+    return process.lacks_pulse(process.exited_at)
 
 
 def _accuse_awaited_by_watchdog(

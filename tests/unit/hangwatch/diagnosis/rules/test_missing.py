@@ -324,6 +324,32 @@ def test_a_stopped_rank_is_frozen_even_inside_the_call() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("is_idle", "cpu_s", "kind"),
+    [
+        (True, 0.0, VerdictKind.FROZEN_RANK),  # blocked in native code with the GIL
+        (False, 6.0, VerdictKind.FROZEN_RANK),  # computes in native code with the GIL
+        (False, 0.3, VerdictKind.SLOW_RANK),  # gets hardly any CPU on an overloaded host
+    ],
+)
+def test_rank_that_waits_for_a_cpu_is_not_frozen(
+    is_idle: bool, cpu_s: float, kind: VerdictKind
+) -> None:
+    job = ScriptedJob(3)
+    late = job.ranks[1]
+    late.pulse_at, late.cpu_s = job.now - 0.1, 40.0
+    job.make_calls()
+    job.send_heartbeats()
+    late.idle = is_idle
+    job.make_calls(except_ranks=(1,), done=False)
+    for _ in range(11):
+        job.advance_time(1)
+        late.cpu_s += cpu_s / 11
+        job.send_heartbeats()
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (kind, (1,))
+
+
 def test_all_in_the_same_call_is_no_progress() -> None:
     job = ScriptedJob(3)
     job.make_calls(done=False)
