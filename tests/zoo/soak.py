@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -106,7 +105,9 @@ def list_failures(
 def format_mix(
     runs: Sequence[FinishedRun], programs: Mapping[str, ExpectedVerdict]
 ) -> Iterator[str]:
-    """Yields a line for each program that ran, and one for each kind of warning that it got."""
+    """Yields a line for each program that ran, and one for each warning that it got, with the first of
+    its texts.
+    """
     yield f"{'program':<34} {'ranks':>5} {'launcher':<9} {'runs':>4} {'median s':>8} {'longest s':>9}"
     by_program: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -120,18 +121,19 @@ def format_mix(
         )
     rank_count = sum(programs[run.plan.program].ranks for run in runs)
     yield f"{len(runs)} runs of {len(by_program)} programs, {rank_count} ranks"
-    warnings = Counter(
-        (run.plan.program, warning) for run in runs for warning in list_warnings(run.outcome)
-    )
-    yield f"{warnings.total()} warnings" + (":" if warnings else "")
-    for (name, warning), count in sorted(warnings.items()):
-        yield f"{name:<34} {count:>4} x {warning}"
+    texts: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        for warning, text in list_warnings(run.outcome):
+            texts.setdefault((run.plan.program, warning), []).append(text)
+    yield f"{sum(map(len, texts.values()))} warnings" + (":" if texts else "")
+    for (name, warning), own_texts in sorted(texts.items()):
+        yield f"{name:<34} {len(own_texts):>4} x {warning}: {own_texts[0]}"
 
 
-def list_warnings(outcome: ProgramOutcome) -> list[str]:
-    """The kind and the culprits of each warning."""
+def list_warnings(outcome: ProgramOutcome) -> list[tuple[str, str]]:
+    """The kind and the culprits of each warning, and its text."""
     return [
-        f"{incident['kind']} {sorted(incident['culprits'])}"
+        (f"{incident['kind']} {sorted(incident['culprits'])}", incident["summary"])
         for incident in outcome.incidents
         if incident["severity"] == "warning"
     ]
@@ -229,7 +231,7 @@ def run_soak(
 def _format_run(run: FinishedRun) -> str:
     outcome = run.outcome
     verdict = "NO: " + "; ".join(outcome.problems) if outcome.problems else "yes"
-    warnings = "".join(f"  warning: {warning}" for warning in list_warnings(outcome))
+    warnings = "".join(f"  warning: {warning}" for warning, _ in list_warnings(outcome))
     return (
         f"{run.plan.number:>4} {outcome.name:<34} {run.seconds:>6.1f} s  well: {verdict}{warnings}"
     )

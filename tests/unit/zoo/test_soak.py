@@ -80,14 +80,16 @@ def test_mix_counts_runs_ranks_and_warnings_of_each_program() -> None:
         "mpi 4 mpirun 1 20.0 20.0",
         "3 runs of 2 programs, 8 ranks",
         "2 warnings:",
-        "calm 2 x slow_rank [1]",
+        "calm 2 x slow_rank [1]: rank 1 is late",
     ]
 
 
 def test_warning_is_no_failure() -> None:
     warning = make_incident("warning")
     assert list_failures([make_run(incidents=[warning])], [warning], FOLDER) == []
-    assert list_warnings(make_run(incidents=[warning]).outcome) == ["missing_rank [1]"]
+    assert list_warnings(make_run(incidents=[warning]).outcome) == [
+        ("missing_rank [1]", "rank 1 is late")
+    ]
 
 
 def test_failure_shows_seed_problem_kill_and_folder() -> None:
