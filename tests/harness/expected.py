@@ -33,7 +33,8 @@ class ExpectedVerdict:
     first: ``[8, null]`` is call 8, which the culprit did not make. ``env`` are the job's variables.
     ``stand_ins_only`` marks a fault that a real GPU cannot be made to have. ``stall_after_s`` is the
     server's limit, where the program needs another one than the zoo's. ``unwatched`` are the ranks
-    whose calls are not recorded.
+    whose calls are not recorded. A healthy program with ``makes_calls`` false makes none that would be:
+    its ranks must be seen without any.
     """
 
     ranks: int
@@ -60,6 +61,12 @@ class ExpectedVerdict:
     stand_ins_only: bool = False
     stall_after_s: float | None = None
     unwatched: tuple[int, ...] = ()
+    makes_calls: bool = True
+
+    @property
+    def recorded_ranks(self) -> set[int]:
+        """The ranks whose calls are recorded."""
+        return set(range(self.ranks if self.makes_calls else 0)).difference(self.unwatched)
 
     def verdict_deadline_s(self, stall_after_s: float) -> float:
         """Seconds after the fault within which the verdict must be reported."""

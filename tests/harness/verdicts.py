@@ -113,14 +113,17 @@ def check_program(
 
 
 def _has_begun(expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server) -> bool:
-    """Whether the job has come to its fault, or a healthy one to its first calls, or has ended."""
+    """Whether the job has come to its fault, or a healthy one to its first calls, or has ended. All ranks
+    of a healthy job without calls must have imported torch.
+    """
     if job.process.poll() is not None or job.planted_at is not None:
         return True
-    return expected.healthy and any(
-        group["entered"]
-        for rank in server.get_items("ranks", job=job.name)
-        for group in rank["groups"]
-    )
+    if not expected.healthy:
+        return False
+    ranks = server.get_items("ranks", job=job.name)
+    if not expected.makes_calls:
+        return sum(rank["pid"] is not None for rank in ranks) >= expected.ranks
+    return any(group["entered"] for rank in ranks for group in rank["groups"])
 
 
 def _list_incidents(server: Server, job: str) -> list[dict[str, Any]]:
@@ -283,11 +286,13 @@ def _watch_healthy(
         for line in job.stderr.splitlines()
         if line.startswith("hangwatch: exam")
     ]
-    if observed.communicating_ranks != set(range(expected.ranks)) - set(expected.unwatched):
+    if observed.communicating_ranks != expected.recorded_ranks:
         outcome.problems.append(
-            f"collectives were seen of ranks {sorted(observed.communicating_ranks)} only, of"
-            f" {expected.ranks}"
+            f"collectives were seen of ranks {sorted(observed.communicating_ranks)}, not of"
+            f" {sorted(expected.recorded_ranks)}"
         )
+    if not expected.makes_calls and observed.pids.keys() != set(range(expected.ranks)):
+        outcome.problems.append(f"only ranks {sorted(observed.pids)} were seen")
     if (
         observed.unexpected_pids
         or any(len(pids) > 1 for pids in observed.pids.values())
