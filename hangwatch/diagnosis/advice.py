@@ -21,9 +21,17 @@ from hangwatch.stacks.frames import find_user_site, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
 from .context import DiagnosisContext, find_newest_sample
-from .graph.progress import find_working_threads, is_transferring, list_other_threads
+from .graph.progress import (
+    awaits_remote_call,
+    find_working_threads,
+    is_transferring,
+    list_other_threads,
+    list_remote_executions_since,
+)
 from .messages import PHASE_HINT, describe_blocking_thread, format_exception
 
+_MAX_CALLERS = 16  # ranks that are checked for a wait for a remote call
+_MAX_EXECUTIONS_SHOWN = 3
 _SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
 
 
@@ -83,6 +91,49 @@ def add_exception_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict
         )
         return replace(verdict, advice=f"{text} {verdict.advice}".strip())
     return verdict
+
+
+def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Adds where other ranks execute remote calls, if a culprit may wait for one or, without a culprit, a
+    rank that waits outside of recorded calls; and requests the stacks that show it. Whose calls they
+    are is not known.
+    """
+    since = verdict.began_at
+    candidates = verdict.culprits
+    if not candidates:
+        in_calls = context.graph.get_waiting_ranks()
+        candidates = tuple(rank for rank in verdict.waiting if rank not in in_calls)
+    callers = [
+        process.rank
+        for process in context.iter_alive(candidates[:_MAX_CALLERS])
+        if awaits_remote_call(process, since)
+    ]
+    if not callers:
+        return verdict
+    for rank in dict.fromkeys(
+        rank for caller in callers for rank in context.list_called_samples_due(caller, since)
+    ):
+        context.request_stack(rank)
+    executions = [
+        (rank, thread)
+        for rank in sorted(context.processes)
+        if callers != [rank]
+        for thread in list_remote_executions_since(context.processes[rank], since)
+    ]
+    texts = [
+        f"Rank {rank} executes a remote call, which may be this one: {_describe_execution(thread)}."
+        for rank, thread in executions[:_MAX_EXECUTIONS_SHOWN]
+    ]
+    if hidden := len(executions) - len(texts):
+        texts.append(f"So do {hidden} more threads.")
+    return replace(verdict, advice=" ".join([verdict.advice, *texts]).strip())
+
+
+def _describe_execution(thread: ThreadStack) -> str:
+    name = thread.thread if thread.thread.startswith("thread ") else f"thread {thread.thread}"
+    text = f"its {name} is at {find_user_site(thread)}"
+    waits = classify_activity(thread).waits
+    return f"{text}, where it {waits.phrase}" if waits else text
 
 
 def _is_slow(spec: KindSpec) -> bool:

@@ -27,18 +27,22 @@ from .call_classes import list_equal_callers
 from .graph.edges import WaitEdge
 from .graph.graph import WaitGraph
 from .graph.progress import (
+    awaits_remote_call,
     find_working_threads,
     has_stack_changed,
     has_two_samples,
     is_busy,
     is_transferring,
+    list_remote_executions_since,
     list_samples_since,
+    works_on_remote_call,
 )
 
 # The signals by which a user or a launcher stops a process, which is not a failure by itself.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
 _MAX_WAITER_STACKS = 4  # the ranks that only wait and are sampled
+_MAX_CALLED_STACKS = 64  # the ranks that are sampled because one of them may execute a remote call
 # A rough limit: if there seem to be dozens of hangs, as when a job ends and some hosts have not
 # reported yet, they are sampled in turn.
 _MAX_STACK_REQUESTS = 64
@@ -163,6 +167,32 @@ class DiagnosisContext:
             if all(sample.taken_at < needed_since for sample in process.samples):
                 self.request_stack(process.rank)
 
+    def list_called_samples_due(self, caller: int, since: float) -> list[int]:
+        """The other ranks whose stacks are needed to know whether they execute a remote call that this rank
+        may wait for, and whether that makes progress. None if it waits for no such call.
+        """
+        process = self.processes.get(caller)
+        if process is None or not awaits_remote_call(process, since):
+            return []
+        others = (rank for rank in sorted(self.processes) if rank != caller)
+        return [
+            other.rank
+            for other in self.iter_alive(islice(others, _MAX_CALLED_STACKS))
+            if not (samples := list_samples_since(other, since))
+            or self.now - samples[-1].taken_at >= self.limits.stall_after_s
+            or (list_remote_executions_since(other, since) and not has_two_samples(other, since))
+        ]
+
+    def list_working_callees(self, caller: int, since: float) -> tuple[int, ...]:
+        """The other ranks that work on a remote call while this rank waits for one: it may be that one."""
+        if not awaits_remote_call(self.processes[caller], since):
+            return ()
+        return tuple(
+            rank
+            for rank in sorted(self.processes)
+            if rank != caller and works_on_remote_call(self.processes[rank], since)
+        )
+
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
         return self.graph.devices.find_waiters_of(culprits) - self.explained_ranks
@@ -266,6 +296,7 @@ class DiagnosisContext:
             or has_stack_changed(process, since)
             or is_transferring(process, since)
             or bool(find_working_threads(process, since))
+            or bool(self.list_working_callees(rank, since))
             or self.is_in_phase(process)
         )
 

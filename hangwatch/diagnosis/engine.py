@@ -13,7 +13,7 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 
-from .advice import add_exception_advice, add_stack_advice
+from .advice import add_exception_advice, add_remote_call_advice, add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest
 from .differences import add_divergence
 from .graph.graph import build_wait_graph
@@ -92,6 +92,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     for verdict in context.verdicts:
         verdict = add_divergence(context, verdict)
         verdict = add_stack_advice(context, verdict)
+        verdict = add_remote_call_advice(context, verdict)
         verdict = add_exception_advice(context, verdict)
         verdict = add_hardware_advice(context, verdict)
         if attempt.foreign_states:

@@ -47,6 +47,7 @@ class ActivityKind:
     file_pattern: str = ""
     required_progress: RequiredProgress = RequiredProgress.NONE
     may_transfer: bool = False  # it may be for data of a connection
+    awaits_remote_call: bool = False  # it may be for a function that another rank executes for it
 
     def __bool__(self) -> bool:
         return bool(self.phrase)
@@ -240,11 +241,13 @@ _RPC_REPLY = ActivityKind(
     advice="Look at what the worker that it calls does, and give the call a timeout.",
     waits_for_rank=True,
     needs_rank=True,
+    awaits_remote_call=True,
 )
 _FUTURE = ActivityKind(
     phrase="waits for a Future or Work object of torch",
     advice="If a remote call is to set its value, look at what the called worker does.",
     waits_for_rank=True,
+    awaits_remote_call=True,
 )
 _EVENT_LOOP = ActivityKind(
     phrase="waits in its event loop",
@@ -319,6 +322,9 @@ _TEXT_TABLE = [
     (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # Python's own waits are in `_WAIT_TABLE`.
 ]
 
+
+# `_run_function` of this module calls each Python function that another rank requested.
+_RPC_INTERNALS = re.compile(TORCH + r"distributed/rpc/internal\.py$")
 
 INTERPRETER_EXIT = ActivityKind(
     phrase="at interpreter exit",
@@ -429,6 +435,22 @@ def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind:
         if function.fullmatch(name) and file.search(frame.file):
             return kind
     return NOTHING_KNOWN
+
+
+def list_remote_executions(threads: Sequence[ThreadStack]) -> list[ThreadStack]:
+    """The threads of a rank in the user's code of a function that another rank called through
+    torch.distributed.rpc. Whose call it is, no stack shows.
+    """
+    return [thread for thread in threads if thread.pid is None and _executes_remote_call(thread)]
+
+
+def _executes_remote_call(stack: ThreadStack) -> bool:
+    is_in_user_code = False
+    for frame in stack.frames:
+        if frame.function == "_run_function" and _RPC_INTERNALS.search(frame.file):
+            return is_in_user_code
+        is_in_user_code |= is_user_frame(frame)
+    return False
 
 
 def waits_for_external(stack: ThreadStack | None) -> bool:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
@@ -23,10 +24,12 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
 from hangwatch.report import job_status
+from hangwatch.stacks.activities import classify_activity, list_remote_executions
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
 MAX_THREADS_SHOWN = 16  # threads of one culprit
+MAX_EXECUTIONS_SHOWN = 16  # threads that execute remote calls
 MAX_DETAILED_CULPRITS = 8  # more culprits than this are shown with their calling threads only
 MAX_PROCESSES_SHOWN = 64
 MAX_POSITIONS_SHOWN = 256
@@ -147,11 +150,11 @@ def collect_stacks(
     attempt: Attempt, incident: Incident, since: float, convert_date: DateConverter
 ) -> tuple[MergedStack, ...]:
     """The earlier stacks of ranks that can no longer be sampled, then the culprits' stacks and those
-    of the waiting ranks, merged where equal. A stack that differs from an earlier one only in its time
-    keeps the earlier time.
+    of the waiting ranks, merged where equal; then, if one of these may wait for a remote call, the threads
+    that execute one. A stack that differs from an earlier one only in its time keeps the earlier time.
     """
     culprits = list(_find_callers(attempt, incident.culprits, incident.group, since))
-    victims = _find_callers(attempt, incident.waiting, incident.group, since)
+    victims = list(_find_callers(attempt, incident.waiting, incident.group, since))
     stacks = _merge_calling_stacks(culprits, convert_date)
     if len(incident.culprits) <= MAX_DETAILED_CULPRITS:
         for rank, sample, caller in culprits:
@@ -166,6 +169,16 @@ def collect_stacks(
             for thread in others[:MAX_THREADS_SHOWN]:
                 stacks.append(make_stack([rank], sample, thread, convert_date))
     stacks += _merge_calling_stacks(victims, convert_date)
+    if any(classify_activity(c.thread).waits.awaits_remote_call for c in (*culprits, *victims)):
+        executions = (
+            make_stack([rank], sample, thread, convert_date)
+            for rank, sample, _ in _find_callers(attempt, sorted(attempt.processes), None, since)
+            for thread in list_remote_executions(sample.threads)
+        )
+        shown = {(stack.ranks, stack.thread) for stack in stacks}
+        stacks += islice(
+            (s for s in executions if (s.ranks, s.thread) not in shown), MAX_EXECUTIONS_SHOWN
+        )
     covered = {rank for stack in stacks if stack.error is None for rank in stack.ranks}
     kept: list[MergedStack] = []
     kept_ranks: set[int] = set()

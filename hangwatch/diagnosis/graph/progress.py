@@ -21,6 +21,7 @@ from hangwatch.stacks.activities import (
     SLEEP,
     RequiredProgress,
     classify_activity,
+    list_remote_executions,
     waits_for_external,
 )
 from hangwatch.stacks.frames import (
@@ -133,6 +134,28 @@ def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
     if required is RequiredProgress.ALL and len(working) < len(awaited):
         return []
     return working
+
+
+def awaits_remote_call(process: Process, since: float) -> bool:
+    """Whether a rank's calling thread may wait for the result of a function that another rank executes."""
+    caller = get_calling_thread_since(process, since)
+    return classify_activity(caller).waits.awaits_remote_call
+
+
+def list_remote_executions_since(process: Process, since: float) -> list[ThreadStack]:
+    """The threads that execute a function for another rank, in the newest sample since then."""
+    samples = list_samples_since(process, since)
+    return list_remote_executions(samples[-1].threads) if samples else []
+
+
+def works_on_remote_call(process: Process, since: float) -> bool:
+    """Whether a thread that executes a function for another rank makes progress, in the newest sample."""
+    samples = list_samples_since(process, since)
+    before = _find_comparable_sample(samples)
+    return before is not None and any(
+        _is_working(thread, before, samples[-1])
+        for thread in list_remote_executions(samples[-1].threads)
+    )
 
 
 def _find_comparable_sample(samples: list[StackSample]) -> StackSample | None:

@@ -220,6 +220,9 @@ def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
         reason = f"It uses the CPU{where}: a long computation, or a loop that waits."
     elif find_working_threads(process, verdict.began_at):
         reason = "What it waits for, a thread or a child process of its own, is at work."
+    elif callees := context.list_working_callees(process.rank, verdict.began_at):
+        verb = "work" if len(callees) > 1 else "works"
+        reason = f"It waits for a remote call, and {describe_ranks(callees)} {verb} on one."
     else:
         reason = "It made progress elsewhere in the meantime: slow rather than stuck."
     return summary, f"{reason} {PHASE_HINT}"

@@ -35,6 +35,7 @@ from ..graph.progress import (
     is_transferring,
     list_other_threads,
     list_samples_since,
+    works_on_remote_call,
 )
 from ..messages import describe_ranks
 
@@ -170,6 +171,7 @@ def _is_working(process: Process, since: float) -> bool:
         has_stack_changed(process, since)
         or is_transferring(process, since)
         or bool(find_working_threads(process, since))
+        or works_on_remote_call(process, since)
     )
 
 

@@ -784,3 +784,90 @@ def test_exception_that_the_culprit_is_handling(is_usual: bool) -> None:
     (verdict,) = job.run_diagnosis().verdicts
     text = "Rank 1 is handling ValueError: 7 columns, raised at train.py:12 in read_batch: it is in"
     assert verdict.culprits == (1,) and verdict.advice.startswith(text) != is_usual
+
+
+CALLS_WORKER = make_stack(
+    ("rpc_sync", f"{TORCH_LIB}/distributed/rpc/api.py"),
+    ("wrapper", f"{TORCH_LIB}/distributed/rpc/api.py"),
+)
+WAITS_FOR_EVENT = (
+    Frame(function="Event.wait", file=f"{PYTHON_LIB}/threading.py", line=1),
+    Frame(function="answer", file="/home/me/train.py", line=13),
+    Frame(function="_run_function", file=f"{TORCH_LIB}/distributed/rpc/internal.py", line=203),
+)
+
+
+def sample_called_rank(job: ScriptedJob, rank: int, cpu_s: float, *frames: Frame) -> None:
+    threads = (make_stack(), ThreadStack(thread="Dummy-1", tid=9, frames=frames, cpu_s=cpu_s))
+    sample = heartbeat.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=threads)
+    job.apply_heartbeat(samples=(sample,))
+
+
+def make_remote_hang(*, cpu_share: float, frames: tuple[Frame, ...]) -> ScriptedJob:
+    """Rank 1 waits for a remote call, and ranks 0 and 2 for rank 1 in a collective. A thread of rank 2 has
+    these frames.
+    """
+    job = ScriptedJob(3)
+    job.make_calls()
+    job.send_heartbeats()
+    job.make_calls(except_ranks=(1,), done=False)
+    for second in range(11):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+        for request in job.run_diagnosis().requests:
+            if request.stacks and request.rank == 1:
+                job.report_stack(1, *CALLS_WORKER.frames)
+            elif request.stacks:
+                used_s = cpu_share * second if request.rank == 2 else 0.0
+                sample_called_rank(
+                    job, request.rank, used_s, *(frames if request.rank == 2 else ())
+                )
+    return job
+
+
+def test_thread_that_executes_remote_call_is_named() -> None:
+    job = make_remote_hang(cpu_share=0.0, frames=WAITS_FOR_EVENT)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.MISSING_RANK
+    assert verdict.culprits == (1,)
+    assert verdict.advice.startswith("It waits for the reply of another rank.")
+    assert verdict.advice.endswith(
+        "Rank 2 executes a remote call, which may be this one: its thread Dummy-1 is at train.py:13 in answer,"
+        " where it waits for another thread."
+    )
+    assert not any(request.stacks for request in job.run_diagnosis().requests)
+
+
+def test_rank_whose_remote_call_may_be_at_work_is_slow() -> None:
+    job = make_remote_hang(cpu_share=0.9, frames=WAITS_FOR_EVENT[1:])
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.SLOW_RANK
+    assert verdict.culprits == (1,)
+    assert "It waits for a remote call, and rank 2 works on one." in verdict.advice
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        WAITS_FOR_EVENT[:2],  # the thread was started by its own rank
+        (WAITS_FOR_EVENT[2],),  # no code of the user runs yet, or any more
+        (WAITS_FOR_EVENT[2], WAITS_FOR_EVENT[1]),  # it handles a call of its own
+    ],
+)
+def test_other_threads_execute_no_remote_call(frames: tuple[Frame, ...]) -> None:
+    job = make_remote_hang(cpu_share=0.9, frames=frames)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.MISSING_RANK
+    assert "executes a remote call" not in verdict.advice
+
+
+def test_ranks_are_not_sampled_for_remote_calls_where_none_is_awaited() -> None:
+    job = ScriptedJob(8)
+    job.make_calls()
+    job.send_heartbeats()
+    job.make_calls(except_ranks=(1,), done=False)
+    job.advance_time(6)
+    job.send_heartbeats()
+    job.report_stack(1, *WAITS_FOR_EVENT[:2])
+    requested = {request.rank for request in job.run_diagnosis().requests if request.stacks}
+    assert requested == {0, 1, 2, 3, 4}

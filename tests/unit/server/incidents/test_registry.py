@@ -562,6 +562,31 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
     assert [s.ranks for s in record.incident.stacks][:2] == [(2,), (2,)]
 
 
+def test_threads_that_execute_remote_calls_are_shown(scene: IncidentScenario) -> None:
+    rpc = "/lib/python3.11/site-packages/torch/distributed/rpc"
+    own_frame = Frame(function="main", file="/u/train.py", line=41)
+    main = ThreadStack(thread="MainThread", frames=(own_frame,), main=True)
+    called = ThreadStack(
+        thread="Dummy-1",
+        frames=(
+            Frame(function="answer", file="/u/train.py", line=13),
+            Frame(function="_run_function", file=f"{rpc}/internal.py", line=203),
+        ),
+    )
+    waits = replace(
+        main, frames=(Frame(function="rpc_sync", file=f"{rpc}/api.py", line=1), own_frame)
+    )
+    for rank, threads in ((1, (main, called)), (2, (waits,))):
+        sample = StackSample(source="py-spy", taken_at=scene.now, threads=threads)
+        scene.attempt.processes[rank].samples += (sample,)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
+    assert [(stack.ranks, stack.thread) for stack in record.incident.stacks] == [
+        ((2,), "MainThread"),
+        ((1,), "MainThread"),
+        ((1,), "Dummy-1"),
+    ]
+
+
 def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: IncidentScenario) -> None:
     identity = heartbeat.StreamIdentity(
         kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", world=4

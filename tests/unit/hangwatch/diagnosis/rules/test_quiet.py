@@ -8,8 +8,9 @@ import pytest
 
 from hangwatch.diagnosis import is_quiet
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.model.ranks import Frame, Lifecycle
+from hangwatch.model.ranks import Frame, Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol.heartbeat import StackReply
 from tests.simulation.scripted_job import LIMITS, ScriptedJob
 
 from ..expect import make_frame
@@ -144,3 +145,27 @@ def test_nothing_is_said_without_stacks() -> None:
     job = make_job(None, None)
     assert wait(job, 30, (None, None)) == []
     assert job.run_diagnosis().pause_note == "no stack shows what they do"
+
+
+def test_rank_that_executes_remote_call_works() -> None:
+    awaits_reply = (make_frame("rpc_sync", f"{TORCH}/distributed/rpc/api.py"), *make_line("ask()"))
+    remote = (
+        make_frame("answer", line=14),
+        make_frame("_run_function", f"{TORCH}/distributed/rpc/internal.py"),
+    )
+    job = make_job(awaits_reply, awaits_reply)
+    used_s = 0.0
+    for _ in range(40):
+        job.advance_time(1.0)
+        used_s += 0.5
+        verdicts = job.list_due_verdicts()
+        for request in job.run_diagnosis().requests:
+            threads = [ThreadStack(thread="MainThread", frames=awaits_reply, main=True)]
+            if request.rank == 1:
+                threads.append(ThreadStack(thread="Dummy-1", tid=9, frames=remote, cpu_s=used_s))
+            reply = StackReply(
+                key=f"{request.rank}-1", request="r", source="py-spy", threads=tuple(threads)
+            )
+            job.apply_heartbeat(samples=(reply,))
+    assert verdicts == []
+    assert job.run_diagnosis().pause_note == "rank 1 works"
