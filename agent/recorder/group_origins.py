@@ -39,6 +39,7 @@ class GroupOrigin:
 
     # A foreign group's name is a text for people, and its ranks are its own numbers.
     foreign: Group | None = None
+    has_address: bool = False  # other processes can be members of it, by its store
     creation: Any = None  # the call that creates the group, while that lasts
     group_ref: weakref.ref[Any] | None = None
 
@@ -92,6 +93,9 @@ class OriginTracker:
         self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
         self._announce: Callable[[GroupOrigin], None] | None = None
         self._complete: Callable[[GroupOrigin, bool], None] | None = None
+        # Called with a foreign group of several processes that this process has joined, while it is
+        # not recorded.
+        self.join_callback: Callable[[Group], None] | None = None
 
     def set_listeners(
         self,
@@ -160,8 +164,17 @@ class OriginTracker:
     def record_backend(self, pg: Any, args: Arguments, kwargs: KeywordArguments) -> None:
         """Records that a group has its backend now, which may have had to wait for other members."""
         origin = self._origins.get(pg)
-        if origin is not None:
-            self._complete_creation(origin, True)
+        if origin is None:
+            return
+        if self._announce is None and self.join_callback is not None:
+            group = origin.foreign
+            if (
+                group is not None
+                and origin.has_address
+                and 0 <= group.number < len(group.ranks) > 1
+            ):
+                self.join_callback(group)
+        self._complete_creation(origin, True)
 
     def _complete_creation(self, origin: GroupOrigin, has_backend: bool) -> None:
         if origin.creation is not None and self._complete is not None:
@@ -197,7 +210,7 @@ class OriginTracker:
             foreign=digest.hexdigest(),
             number=rank,
         )
-        return GroupOrigin(group)
+        return GroupOrigin(group, has_address="://" in path[0])
 
     def _find_store_path(self, store: Any) -> tuple[str, ...]:
         """The server or the file of a store, and the prefixes of its keys, the outermost last."""

@@ -26,7 +26,12 @@ from torch.distributed import distributed_c10d as c10d
 
 import hangwatch
 from hangwatch.model.calls import LossReason
-from hangwatch.model.groups import WORKER_THREAD_NAMES
+from hangwatch.model.groups import (
+    WORKER_THREAD_NAMES,
+    Group,
+    format_group_address,
+    is_group_address,
+)
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import EXCEPTION, FAULTS, LiveWord
 
@@ -67,6 +72,7 @@ def install_recorder() -> None:
     faults.run_guarded("watching batches of messages", kernels.track_batches)
     faults.run_guarded("counting the Flight Recorder's hooks", device.count_attached_hooks)
     patch_spawn()
+    origin_tracker.join_callback = _join_foreign_group
     launch = identity.parse_environ(os.environ)
     if launch.rank is not None and ring_file.is_started_as_rank(launch):
         _start_recording(launch, launch.rank, launch.world_size)
@@ -78,7 +84,11 @@ def _become_rank(
     """Starts recording, or updates the rank of a process that is recorded already."""
     current = current_rank
     if current is not None:
-        if (current.rank, current.world_size) != (rank, world_size):
+        joins_world = current.is_group_member
+        if joins_world:  # the world's job may have another name
+            current.launch = ring_file.choose_launch(launch, rank, world_size, rendezvous) or launch
+            current.master_address = rendezvous or ring_file.get_master_address()
+        if joins_world or (current.rank, current.world_size) != (rank, world_size):
             current.rank, current.world_size = rank, world_size
             current.write_identity()
         return
@@ -87,9 +97,21 @@ def _become_rank(
         _start_recording(chosen, rank, world_size)
 
 
-def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
+def _join_foreign_group(group: Group) -> None:
+    """Starts recording a process without a rank, as the member of the first foreign group that it joins:
+    engines that serve put groups together by hand. A world that it joins later makes it a rank of that.
+    """
+    launch = ring_file.choose_member_launch(group)
+    if launch is not None:
+        _start_recording(launch, group.number, len(group.ranks), format_group_address(group))
+
+
+def _start_recording(
+    launch: identity.LaunchInfo, rank: int, world_size: int, group_address: str = ""
+) -> None:
     """Starts recording, or waits for another thread that does. If recording cannot start, the job
-    runs unwatched, and a message on stderr says so.
+    runs unwatched, and a message on stderr says so. ``group_address`` is that of the foreign group
+    that alone makes this process a rank.
     """
     global current_rank, _lost_before
     if not _start_lock.acquire(timeout=_MAX_START_WAIT_S):
@@ -98,7 +120,7 @@ def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) ->
         if current_rank is not None:
             return
         try:
-            current = RankProcess(launch, rank, world_size)
+            current = RankProcess(launch, rank, world_size, group_address)
         except OSError as error:
             faults.record_message(f"recording is off, the job is not watched: {error}")
             _lost_before = LossReason.LATE
@@ -123,11 +145,13 @@ def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) ->
 class RankProcess:
     """The ring of this process and everything that writes to it."""
 
-    def __init__(self, launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
+    def __init__(
+        self, launch: identity.LaunchInfo, rank: int, world_size: int, group_address: str = ""
+    ) -> None:
         """Raises OSError if the ring cannot be created."""
         self.launch = launch
         self.rank, self.world_size = rank, world_size
-        self.master_address = ring_file.get_master_address()
+        self.master_address = group_address or ring_file.get_master_address()
         pid = os.getpid()
         start_ticks = run_dir.read_start_ticks(pid)
         check_settings = load_check_settings(os.environ)
@@ -147,12 +171,18 @@ class RankProcess:
 
             checker = CallChecker(self.ring, check_settings)
         self.recorder = Recorder(self.ring, native, checker)
+        # A foreign group exists by now. Node agents report a ring once it has an identity.
+        self.set_lifecycle(Lifecycle.INITIALISED if group_address else Lifecycle.STARTING)
         self.write_identity()
-        self.set_lifecycle(Lifecycle.STARTING)
         self.setup_recorder = SetupRecorder(self.recorder)
         self.poller = Poller(self.recorder, folder, self._stack_dumper)
         faults.set_listener(self._write_faults)
         self._write_faults()
+
+    @property
+    def is_group_member(self) -> bool:
+        """Whether it is a rank only as a member of a foreign group."""
+        return is_group_address(self.master_address)
 
     def write_identity(self) -> None:
         """Writes who this process is, again whenever any of it has changed."""
@@ -228,7 +258,7 @@ def _enter_init(args: Arguments, kwargs: KeywordArguments) -> Any:
     if rank is not None and world_size > 0:
         _become_rank(launch, rank, world_size, rendezvous)
     current = current_rank
-    if current is None:
+    if current is None or current.is_group_member:
         return None
     kernels.register_operators()
     current.master_address = rendezvous or ring_file.get_master_address()
@@ -243,7 +273,7 @@ def _leave_init(token: Any, returned: bool) -> None:
         launch = identity.parse_environ(os.environ)
         _become_rank(launch, dist.get_rank(), dist.get_world_size())
     current = current_rank
-    if current is None:
+    if current is None or current.is_group_member:
         return
     current.setup_recorder.leave_call(token, returned)
     if returned:
@@ -304,8 +334,11 @@ def _count_named_groups() -> int:
 
 
 def _leave_destroy(token: Any, returned: bool) -> None:
-    if current_rank is not None and returned and not dist.is_initialized():
-        current_rank.set_lifecycle(Lifecycle.DESTROYED)
+    current = current_rank
+    if current is None or current.is_group_member:
+        return
+    if returned and not dist.is_initialized():
+        current.set_lifecycle(Lifecycle.DESTROYED)
 
 
 def _handle_exit() -> None:

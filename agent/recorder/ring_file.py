@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hangwatch.model.groups import Group, format_group_address, is_group_address
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import IDENTITY, LIVE_OFFSET, LiveWord, RingError
 from hangwatch.ring.parts import RingParts
 
 from ..environment import run_dir
-from ..environment.identity import LaunchInfo
+from ..environment.identity import LaunchInfo, parse_environ
 from .writer import RingWriter
 
 
@@ -62,7 +63,8 @@ class AncestorRank:
 
 
 def find_ancestor_rank() -> AncestorRank | None:
-    """Finds the nearest ancestor with a ring; None if no ancestor has one.
+    """Finds the nearest ancestor that is a rank of a world or was started as one, by its ring; None if no
+    ancestor is.
 
     A DataLoader worker or other subprocess inherits RANK, but the rank is its ancestor with a ring.
     """
@@ -76,7 +78,9 @@ def find_ancestor_rank() -> AncestorRank | None:
             key = run_dir.format_process_key(pid, run_dir.read_start_ticks(pid))
             ring = folder / (key + run_dir.RING_SUFFIX)
             if ring.exists():
-                return _read_ancestor(ring)
+                ancestor = _read_ancestor(ring)
+                if not is_group_address(ancestor.master_address):
+                    return ancestor
             fields_after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             pid = int(fields_after_name[1])
         except (OSError, ValueError, RingError):
@@ -160,6 +164,16 @@ def choose_launch(
     if launch.job != ancestor.job:
         return launch
     return replace(launch, job=f"{launch.job}/{address}")
+
+
+def choose_member_launch(group: Group) -> LaunchInfo | None:
+    """Chooses the job under which a process is recorded that is a rank only as a member of a foreign
+    group; None if a launcher or an ancestor has to do with ranks, such as a rank's helper process.
+    """
+    launch = parse_environ(os.environ, format_group_address(group))
+    if launch.rank is not None or find_ancestor_rank() is not None:
+        return None
+    return launch
 
 
 def _is_same_world(ancestor: AncestorRank, rank: int, world_size: int, address: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ GroupKey = tuple[int, str, tuple[int, ...], int]
 
 # The backend of a group that is only known from `hangwatch.collective`.
 DECLARED_BACKEND = "declared"
+_GROUP_ADDRESS = re.compile(r"group [^/]*:[0-9a-f]{16}")
+_MAX_ADDRESS_NAME = 80  # characters
 _MAX_RANKS, _MAX_CACHED_RANKS = 1 << 20, 1 << 17
 
 
@@ -76,6 +79,23 @@ class Group:
     @property
     def is_declared(self) -> bool:
         return self.backend == DECLARED_BACKEND
+
+
+def format_group_address(group: Group) -> str:
+    """The place where the members of a foreign group meet, as the rendezvous of processes that are ranks
+    only as such members. It is the same for all members, and different for each group.
+
+    >>> format_group_address(Group(name="engines", desc="", ranks=(0, 1), foreign="0123456789abcdef"))
+    'group engines:0123456789abcdef'
+    """
+    name = group.name.removeprefix("tcp://").replace("/", ".")[:_MAX_ADDRESS_NAME]
+    printable = "".join(c if c.isprintable() else "?" for c in name)
+    return f"group {printable}:{group.foreign}"
+
+
+def is_group_address(address: str) -> bool:
+    """Whether `format_group_address` made it."""
+    return _GROUP_ADDRESS.fullmatch(address) is not None
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:

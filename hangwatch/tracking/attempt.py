@@ -9,7 +9,13 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
-from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
+from hangwatch.model.groups import (
+    Group,
+    GroupKey,
+    is_group_address,
+    pack_ranks,
+    unpack_ranks,
+)
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
@@ -159,6 +165,11 @@ class Attempt:
     def rank_count(self) -> int:
         """The number of ranks, reporting or not."""
         return max(self.world_size, len(self.processes))
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether its ranks are the members of a foreign group, and of no world."""
+        return is_group_address(self.job.rpartition("/")[2])
 
     @property
     def has_different_sizes(self) -> bool:

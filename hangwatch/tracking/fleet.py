@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hangwatch.model.groups import is_group_address
 from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
@@ -239,7 +240,8 @@ class Fleet:
                 number=attempt.number,
                 restart=attempt.restart,
                 last_seen_at=attempt.last_seen_at,
-                is_finished=attempt.is_finished,
+                # Without any process, all have joined another world.
+                is_finished=attempt.is_finished or not attempt.processes,
             )
             while len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
                 del self.former_attempts[next(iter(self.former_attempts))]
@@ -360,11 +362,15 @@ class Fleet:
         return process
 
     def _has_moved(self, process: Process, identity: heartbeat.ProcessIdentity) -> bool:
-        """Whether a process has another rank than before, or has joined another world of its job."""
+        """Whether a process has another rank than before, or has joined another world of its job, or any
+        world after it was only a member of a group without one.
+        """
         if process.identity.rank != identity.rank:
             return True
         if process.identity.master == identity.master:
             return False
+        if is_group_address(process.identity.master):
+            return True
         others = [a for a in self.list_family(identity.job) if a is not process.attempt]
         is_elsewhere = any(identity.master in other.addresses for other in others)
         return is_elsewhere or not process.holds_rank
@@ -412,14 +418,19 @@ def choose_job_name(
     """The job that a new process belongs to: the one that it names, or JOB/ADDRESS:PORT for a further
     world of ranks, which runs under the same name at the same time.
 
+    The members of a group that are no ranks of a world are a job of their own, JOB/ADDRESS as well.
+
     ``attempts`` are the latest attempts of the job and of its further worlds, ``former_attempts``
     those that were known before the server was restarted. Ranks of one world have one rendezvous. Another
     world replaces one in which a process has ended, as restarts do, or runs beside it.
     """
     job, address = identity.job, identity.master
     further_name = f"{job}/{address}"
+    if is_group_address(address):
+        return job if job == address else further_name
     if not is_known_address(address):
         return job
+    attempts = [attempt for attempt in attempts if not attempt.is_of_group]
     for attempt in attempts:
         if address in attempt.addresses and not _is_held_by_other_world(attempt, identity):
             return attempt.job

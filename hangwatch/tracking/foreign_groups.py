@@ -58,6 +58,9 @@ class ForeignGroups:
         """Registers a member, and returns the group as it is known before `connect_members`."""
         numbers = unpack_ranks(identity.ranks)
         key = f"{identity.foreign}/{len(numbers)}"
+        if process.attempt.is_of_group:
+            # What such processes do must not change what is concluded about the ranks of a world.
+            key += f"/{process.attempt.job}"
         group = self._groups_by_identity.get(key)
         if group is None:
             group = self._groups_by_identity[key] = _ForeignGroup(

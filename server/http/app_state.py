@@ -71,12 +71,12 @@ class AppState:
         if job is None:
             return self.list_latest_attempts()
         fleet = self.shared.fleet
-        latest = fleet.latest_attempt(job)
-        if latest is None:
+        family = fleet.list_family(job)
+        if not family:
             names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
             raise Problem(404, f"unknown job {job!r}; known jobs: {names}")
         if number is None:
-            return fleet.list_family(job)
+            return family
         attempt = fleet.attempts.get(AttemptKey(job, number))
         if attempt is None:
             numbers = ", ".join(str(key.number) for key in sorted(fleet.attempts) if key.job == job)

@@ -121,6 +121,7 @@ class Retention:
             # The exit of ranks on a lost host is never reported.
             is_over = attempt.is_finished or (is_succeeded and silent_s > SUCCEEDED_SILENT_S)
             is_expired = silent_s > (FINISHED_KEPT_S if is_over else NOT_REPORTING_LIMIT_S)
+            is_expired |= not attempt.processes  # all have joined another world
             if is_over:
                 finished_count += 1
                 process_count += len(attempt.processes)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hangwatch.model.groups import is_group_address
 from hangwatch.protocol.heartbeat import ProcessIdentity
 
 from ...environment import identity, run_dir
@@ -68,8 +69,15 @@ class Watchlist:
             recorded: dict[int, ProcessIdentity] = {}
             for process in self.watched.values():
                 process.update_unrecorded(now_ns)
-                if process.ring is not None and process.exit is None and process.identity:
-                    recorded[process.pid] = process.identity
+                known = process.identity
+                # No launcher numbers the members of a group that they put together by hand.
+                if (
+                    process.ring
+                    and not process.exit
+                    and known
+                    and not is_group_address(known.master)
+                ):
+                    recorded[process.pid] = known
             for rank in self._sibling_finder.find_siblings(recorded, self._known_ranks):
                 if run_dir.format_process_key(rank.pid, rank.start_ticks) in self.watched:
                     continue

@@ -427,6 +427,8 @@ class _ChainEnds:
             return
         own_victims = {rank for rank in self.victims if rank >= 0}
         is_long = max(map(self._get_age_s, ranks)) >= context.limits.slow_limit_s
+        # A process without a world may serve another program, which lets it wait for any time.
+        is_long &= not context.attempt.is_of_group
         kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
         edge = self._find_first_edge(ranks)
         calls = context.find_missing_call(edge, own_victims)

@@ -66,7 +66,8 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     attempt, limits = context.attempt, context.limits
     processes = [attempt.processes[rank] for rank in sorted(attempt.processes)]
     has_cause = any(KINDS[v.kind].role is not Role.INDEPENDENT for v in context.verdicts)
-    if has_cause or not has_paused(attempt, context.now, limits):
+    # Members of a group that no world contains need not be one job: each may serve requests of its own.
+    if has_cause or attempt.is_of_group or not has_paused(attempt, context.now, limits):
         return
     if not processes or len(processes) < attempt.rank_count:
         return

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from hangwatch.agent.environment import run_dir
 from hangwatch.agent.environment.identity import LaunchInfo
 from hangwatch.agent.recorder import ring_file
 from hangwatch.agent.recorder.ring_file import AncestorRank
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.model.groups import Group
 from hangwatch.model.ranks import Lifecycle
 
 _ADDRESS = "node0:29500"
@@ -85,3 +91,44 @@ class _FileStore:
 )
 def test_rendezvous_of_arguments(arguments: dict[str, object], rendezvous: str) -> None:
     assert ring_file.find_rendezvous(arguments) == rendezvous
+
+
+@pytest.mark.parametrize(
+    ("environ", "has_ranked_ancestor", "job"),
+    [
+        ({}, False, "group engines:0123456789abcdef"),
+        ({"HANGWATCH_JOB": "serving"}, False, "serving"),
+        ({"HANGWATCH_JOB": "serving"}, True, None),
+        ({"HANGWATCH_JOB": "serving", "RANK": "0", "WORLD_SIZE": "2"}, False, None),
+    ],
+)
+def test_job_of_a_member_without_a_rank(
+    environ: dict[str, str],
+    has_ranked_ancestor: bool,
+    job: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ancestor = object() if has_ranked_ancestor else None
+    monkeypatch.setattr(ring_file, "find_ancestor_rank", lambda: ancestor)
+    monkeypatch.setattr(os, "environ", environ)
+    group = Group(name="engines", desc="", ranks=(0, 1), foreign="0123456789abcdef", number=1)
+    launch = ring_file.choose_member_launch(group)
+    assert (launch.job if launch is not None else None) == job
+
+
+def test_member_without_a_rank_is_no_ancestor_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The processes that an engine starts are recorded as if it was not."""
+    monkeypatch.setenv("HANGWATCH_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(run_dir, "ensure_run_dir", lambda _: tmp_path)
+    pid = os.getppid()
+    start_ticks = run_dir.read_start_ticks(pid)
+    name = run_dir.format_process_key(pid, start_ticks) + run_dir.RING_SUFFIX
+    ring = RingWriter(tmp_path / name, pid=pid, start_ticks=start_ticks, has_checks=False)
+    rank = {"job": "serving", "rank": 0, "world_size": 2}
+    ring.write_identity({**rank, "master": "group engines:0123456789abcdef"})
+    assert ring_file.find_ancestor_rank() is None
+    ring.write_identity({**rank, "master": _ADDRESS})
+    found = ring_file.find_ancestor_rank()
+    assert found is not None and found.master_address == _ADDRESS

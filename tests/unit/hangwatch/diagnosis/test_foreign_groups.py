@@ -202,3 +202,57 @@ def test_group_is_forgotten_with_its_members() -> None:
     fleet.foreign_groups.connect_members()
     assert not fleet.foreign_groups._groups_by_identity
     assert not fleet.foreign_groups._members_by_value
+
+
+def make_engines(size: int, known: int) -> ScriptedJob:
+    """The first ``known`` members of a group that no world contains; all but member 1 are in a call."""
+    job = ScriptedJob(size, master="group transfer:0123456789abcdef", name="job")
+    for number in range(known, size):
+        job.ranks[number].is_reporting = False
+    for number in range(known):
+        job.make_foreign_call(number, number, size=size, done=True)
+        if number != 1:
+            job.make_foreign_call(number, number, size=size)
+    job.send_heartbeats()
+    job.name = f"job/{job.master}"
+    return job
+
+
+def report(job: ScriptedJob) -> None:
+    """The processes name their job, without the address by which the server distinguishes it."""
+    name, job.name = job.name, "job"
+    job.send_heartbeats()
+    job.name = name
+
+
+def test_member_without_a_world_is_named() -> None:
+    job = make_engines(3, known=3)
+    for _ in range(2):
+        job.advance_time(6)
+        report(job)
+        job.report_stack(1, BLOCKED)
+    [verdict] = job.run_diagnosis().verdicts
+    assert verdict.is_confirmed
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (1,))
+    assert verdict.waiting == (0, 2)
+
+
+def test_unknown_member_of_a_group_without_a_world_remains_a_warning() -> None:
+    job = make_engines(2, known=1)
+    for _ in range(3):
+        job.advance_time(60)
+        report(job)
+    [verdict] = job.run_diagnosis().verdicts
+    assert (verdict.kind, verdict.severity) == (VerdictKind.SLOW_RANK, Severity.WARNING)
+    assert verdict.culprits == ()
+
+
+def test_engines_without_requests_are_not_quiet() -> None:
+    job = make_engines(2, known=2)
+    job.complete_calls(0, "store collective None")
+    for _ in range(20):
+        job.advance_time(10)
+        report(job)
+        for request in job.run_diagnosis().requests:
+            job.report_stack(request.rank, BLOCKED)
+    assert job.run_diagnosis().verdicts == ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
@@ -16,6 +18,7 @@ from hangwatch.tracking.call_stream import (
     CallWindow,
 )
 from hangwatch.tracking.fleet import Fleet
+from tests.simulation.scripted_job import ScriptedJob
 
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
@@ -199,3 +202,67 @@ def test_attempt_is_finished_when_last_process_has_exited() -> None:
     assert not attempt.is_finished
     fleet.apply_heartbeat(make_heartbeat(2, 3, ended=ExitInfo(exit_status=0)), 3.0)
     assert attempt.is_finished
+
+
+GROUP_ADDRESS = "group engines:0123456789abcdef"
+OTHER_ADDRESS = "group engines:fedcba9876543210"
+
+
+def make_engines(fleet: Fleet, address: str, host: str, name: str = "serving") -> ScriptedJob:
+    """Two processes that are ranks only as members of a group, and that have made a call there."""
+    job = ScriptedJob(2, name=name, master=address, fleet=fleet, host=host)
+    for rank in (0, 1):
+        job.make_foreign_call(rank, rank, store=address, done=True)
+    job.send_heartbeats()
+    return job
+
+
+def test_members_of_each_group_without_a_world_are_a_job() -> None:
+    fleet = Fleet()
+    make_engines(fleet, GROUP_ADDRESS, "node0")
+    make_engines(fleet, OTHER_ADDRESS, "node1")
+    jobs = {attempt.job: attempt for attempt in fleet.list_family("serving")}
+    assert jobs.keys() == {f"serving/{GROUP_ADDRESS}", f"serving/{OTHER_ADDRESS}"}
+    for attempt in jobs.values():
+        assert attempt.is_of_group
+        assert attempt.processes.keys() == {0, 1}
+        assert {s.group.ranks for p in attempt.processes.values() for s in p.streams.values()} == {
+            (0, 1)
+        }
+    make_engines(fleet, GROUP_ADDRESS, "node2", name=GROUP_ADDRESS)
+    assert fleet.latest_attempt(GROUP_ADDRESS) is not None, "no launcher gave it a name"
+
+
+@pytest.mark.parametrize("is_group_first", [True, False])
+def test_group_without_a_world_does_not_change_a_world_of_the_same_name(
+    is_group_first: bool,
+) -> None:
+    fleet = Fleet()
+    if is_group_first:
+        make_engines(fleet, GROUP_ADDRESS, "node1")
+    trainers = ScriptedJob(2, name="serving", master="node0:29500", fleet=fleet)
+    # One of the trainers is in a group with an engine, by the same store.
+    trainers.make_foreign_call(0, 0, store=GROUP_ADDRESS)
+    trainers.send_heartbeats()
+    if not is_group_first:
+        make_engines(fleet, GROUP_ADDRESS, "node1")
+    world, group = fleet.list_family("serving")
+    assert (world.job, group.job) == ("serving", f"serving/{GROUP_ADDRESS}")
+    assert world.addresses.keys() == {"node0:29500"}
+    [stream] = world.processes[0].streams.values()
+    assert stream.group.known_ranks == (0,)
+    assert "whose process is not known" in stream.group.outside_labels[0]
+
+
+def test_member_that_joins_a_world_becomes_a_rank_of_it() -> None:
+    fleet = Fleet()
+    engines = make_engines(fleet, GROUP_ADDRESS, "node0")
+    engines.master = "node0:29500"
+    engines.send_heartbeats()
+    assert [a.job for a in fleet.attempts.values() if a.processes] == ["serving"]
+    for attempt in [a for a in fleet.attempts.values() if not a.processes]:
+        fleet.forget_attempt(attempt)
+    assert fleet.former_attempts[f"serving/{GROUP_ADDRESS}"].is_finished
+    world = fleet.latest_attempt("serving")
+    assert world is not None and world.processes.keys() == {0, 1}
+    assert {s.group.ranks for p in world.processes.values() for s in p.streams.values()} == {(0, 1)}
