@@ -382,11 +382,13 @@ class _ChainEnds:
             limit_s *= 2
         is_any_slow = VerdictKind.SLOW_RANK in ranks_by_kind
         if kind is VerdictKind.MISSING_RANK and any(
-            needs_another_sample(process, began_at, is_any_slow)
-            or context.list_called_samples_due(process.rank, began_at)
-            for process in alive
+            needs_another_sample(process, began_at, is_any_slow) for process in alive
         ):
             limit_s += SECOND_SAMPLE_S
+        if kind is VerdictKind.MISSING_RANK and any(
+            context.list_called_samples_due(process.rank, began_at) for process in alive
+        ):
+            limit_s += 2 * SECOND_SAMPLE_S  # those of other ranks follow the rank's own
         context.accuse(
             make_absence_verdict(
                 context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s
