@@ -87,6 +87,7 @@ class CommandQueue:
                 process,
                 kind,
                 now,
+                native=request.native,
                 uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,
