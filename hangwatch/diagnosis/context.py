@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
@@ -240,6 +240,18 @@ class DiagnosisContext:
         selected = dict.fromkeys([edge.wait for edge in first])
         selected.update(dict.fromkeys(islice(waits, _MAX_WAITS)))
         return tuple(selected)[:_MAX_WAITS]
+
+    def select_waits_for(
+        self, culprits: Collection[int], waiting: Collection[int], edge: WaitEdge
+    ) -> tuple[Wait, ...]:
+        """Some of the waits for the ``culprits``, of which ``edge`` is one. If that is the wait of a device,
+        so are those of the other devices: their hosts are in later calls.
+        """
+        device_waits = tuple(self.graph.devices.list_waits(culprits))
+        if edge.wait not in device_waits:
+            return self.select_waits(waiting)
+        others = {*waiting} - {wait.rank for wait in device_waits}
+        return (*device_waits, *self.select_waits(others))[:_MAX_WAITS]
 
     def find_missing_call(self, edge: WaitEdge, waiting: set[int]) -> tuple[CallClass, ...]:
         """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""

@@ -131,6 +131,9 @@ class CallStream:
     answered: tuple[CallWindow, ...] = ()
     # How far the device is in a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
+    # How many more calls the host had made than the backend counted, when the device had last completed
+    # all of them: a coalesced block counts as one.
+    uncounted_calls: int | None = None
     # The time at which the device was last seen to begin or complete a collective of the group, or to
     # have work again after it had completed the collectives of all groups.
     device_changed_at: float = 0.0

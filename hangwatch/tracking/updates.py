@@ -277,6 +277,8 @@ def _apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], n
             completed=status.completed,
             read_at=now - status.read_s,
         )
+        if stream.is_executed:
+            stream.uncounted_calls = stream.entered - device.enqueued
         if (
             former is None
             or (was_idle and device.is_behind_host)

@@ -75,6 +75,7 @@ class ScriptedStream:
     entered_at: list[float] = field(default_factory=list)
     # How far the device has come, where the backend counts that instead of completed calls.
     device: wire.DeviceStatus | None = None
+    is_in_call: bool = False  # the backend does not count the newest call yet, as with a full queue
     lost_from_seq: int = 0  # calls from here on have uncertain numbers; 0: none was lost
 
     def list_calls(self, now: float) -> list[Call]:
@@ -109,7 +110,7 @@ class ScriptedStream:
         return [
             DeviceEntry(
                 uid=self.uid,
-                enqueued=len(self.calls),
+                enqueued=len(self.calls) - self.is_in_call,
                 started=self.device.started,
                 completed=self.device.completed,
                 read_ns=int((now - self.device.read_s) * 1e9),

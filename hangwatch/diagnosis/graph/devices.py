@@ -10,7 +10,7 @@ that it has not completed, in the order in which its host queued the calls.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -50,7 +50,22 @@ class DeviceGroup:
 
     def get_seq(self, rank: int) -> int:
         """The sequence number of the first call that the rank's device has not completed."""
-        return get_first_unfinished(self.streams[rank], self.members[rank])
+        stream, progress = self.streams[rank], self.members[rank]
+        if stream.completed is not None:
+            return stream.first_unfinished
+        uncounted = _count_uncounted_calls(stream, progress)
+        # A host that is inside its newest call, as with a full launch queue, is counted one call behind.
+        if uncounted - self.least_uncounted == 1:
+            uncounted = self.least_uncounted
+        return max(progress.completed + uncounted + 1, 1)
+
+    @cached_property
+    def least_uncounted(self) -> int:
+        """The least number of calls of a member that the backend does not count."""
+        return min(
+            _count_uncounted_calls(self.streams[rank], progress)
+            for rank, progress in self.members.items()
+        )
 
     def get_op(self, rank: int) -> str:
         return get_op_name(self.streams[rank], self.get_seq(rank))
@@ -203,6 +218,13 @@ class DeviceGraph:
         """The ranks whose devices are in a call that the devices of some ``targets`` have not reached."""
         waiters = [wait.waiters for wait in self.waits if not targets.isdisjoint(wait.awaited)]
         return set().union(*waiters) - targets
+
+    def list_waits(self, culprits: Collection[int]) -> Iterator[Wait]:
+        """The waits of devices for those of the ``culprits``."""
+        for wait in self.waits:
+            for on_rank in sorted(wait.awaited.intersection(culprits)):
+                for rank in sorted(wait.waiters):
+                    yield wait.group.make_wait(rank, on_rank)
 
     def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
         """The longest wait of a device for a host of the ``culprits`` that has not made the call."""
@@ -362,7 +384,17 @@ def _level_stale_counters(
 
 
 def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
-    """The first unfinished call's number. The backend may count fewer: a coalesced block is one."""
+    """The first unfinished call's number, by the rank's own counters."""
     if stream.completed is not None:
         return stream.first_unfinished
-    return max(stream.entered - (progress.enqueued - progress.completed) + 1, 1)
+    return max(progress.completed + _count_uncounted_calls(stream, progress) + 1, 1)
+
+
+def _count_uncounted_calls(stream: CallStream, progress: DeviceProgress) -> int:
+    """How many more calls the host made than the backend counted: a coalesced block counts as one. Calls
+    that it has made since the counters were read, or is in, are not meant.
+    """
+    uncounted = stream.entered - progress.enqueued
+    if stream.uncounted_calls is None:
+        return uncounted
+    return min(uncounted, stream.uncounted_calls)

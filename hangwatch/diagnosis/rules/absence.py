@@ -77,7 +77,7 @@ def make_absence_verdict(
         group=edge.group,
         seq=edge.seq,
         calls=context.find_missing_call(edge, waiting),
-        waits=context.select_waits(waiting),
+        waits=context.select_waits_for(culprits, waiting, edge),
         began_at=began_at,
         is_confirmed=due,
         site=site,

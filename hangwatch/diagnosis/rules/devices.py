@@ -198,12 +198,6 @@ def make_stuck_verdict(
     progress = group.members[first]
     stream = group.streams[first]
     seq = group.get_seq(first)
-    waits = (
-        wait.group.make_wait(rank, on_rank)
-        for wait in devices.waits
-        for on_rank in sorted(wait.awaited & stuck)
-        for rank in sorted(wait.waiters)
-    )
     summary = describe_stuck_devices(
         culprits,
         group.get_op(first),
@@ -220,7 +214,7 @@ def make_stuck_verdict(
         group=stream.group,
         seq=seq,
         calls=group.get_call(first),
-        waits=tuple(islice(waits, _MAX_WAITS_SHOWN)),
+        waits=tuple(islice(devices.list_waits(stuck), _MAX_WAITS_SHOWN)),
         began_at=devices.get_unchanged_since(stuck | devices.find_direct_waiters_of(stuck)),
         is_confirmed=due,
         summary=summary,
