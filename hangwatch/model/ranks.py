@@ -143,6 +143,3 @@ class ThreadStack:
     # the last one before that, and so on; None: no call by it is known.
     call_recency: int | None = None
     called_uids: tuple[int, ...] = ()  # the streams whose newest call it made
-    # Whether it was at the same lines, with the same local variables, each time it was read for a sample
-    # with native frames; None: that was not compared.
-    is_still: bool | None = None

@@ -236,13 +236,6 @@ SLEEP = ActivityKind(
     is_external=True,
     waits_for_rank=True,
 )
-DEVICE = ActivityKind(
-    phrase="waits for its device",
-    advice=(
-        "Look at what it launched before this line: a kernel that does not end, or a stream that waits"
-        " for an event; and at the GPU itself (nvidia-smi, dmesg)."
-    ),
-)
 _RPC_REPLY = ActivityKind(
     phrase="waits for the reply of another rank",
     advice="Look at what the worker that it calls does, and give the call a timeout.",
@@ -282,18 +275,9 @@ _DATALOADER_BATCH = ActivityKind(
     file_pattern=rf"/torch/utils/data/_utils/worker\.py$|{_CHILD_STARTUP_FILES}",
     required_progress=RequiredProgress.ANY,
 )
-# Functions of the runtime and the driver of CUDA and HIP that wait until the device has come so far, by
-# name: a copy to pageable memory, a launch into a full queue and a release of memory do so as well.
-_DEVICE_WAIT_FUNCTIONS = (
-    r"(cu|cuda|hip)(Stream|Device|Event|Ctx|Context)Synchronize(_\w+)?"
-    r"|(cu|cuda|hip)(Memcpy|Launch|GraphLaunch)\w*|(cuda|hip)Free(Host)?|cuMemFree\w*"
-)
-# Compilers that run inside of such a function, as for a kernel that was not built for the device.
-_DEVICE_COMPILER_PATH = re.compile(r"ptxjitcompiler|nvrtc|nvvm|amd_comgr", re.IGNORECASE)
 # Among the frames from the innermost to the user's code, the outermost one
 # that matches decides.
 _WAIT_TABLE = _compile_rows(
-    (r"(?<!\.py)$", _DEVICE_WAIT_FUNCTIONS, DEVICE),
     (TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _DATALOADER_BATCH),
     (TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
     (TORCH + r"distributed/rpc/(api|functions|rref_proxy)\.py$", r".*", _RPC_REPLY),
@@ -467,15 +451,6 @@ def _executes_remote_call(stack: ThreadStack) -> bool:
             return is_in_user_code
         is_in_user_code |= is_user_frame(frame)
     return False
-
-
-def is_held_by_device(stack: ThreadStack | None) -> bool:
-    """Whether native frames show a thread in one wait for its device. Without the comparison of several
-    readings, it may be in one of many short waits, as in a loop that evaluates.
-    """
-    if stack is None or not stack.is_still or classify_activity(stack).waits is not DEVICE:
-        return False
-    return not any(_DEVICE_COMPILER_PATH.search(frame.file) for frame in stack.frames)
 
 
 def waits_for_external(stack: ThreadStack | None) -> bool:

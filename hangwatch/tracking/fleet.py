@@ -205,15 +205,11 @@ class Fleet:
 
     def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
         """Applies the evidence that was requested."""
-        for stacks in beat.samples:
-            process = self.processes.get((beat.host, stacks.key))
-            if process is None:
-                continue
-            sample = StackSample.from_reply(stacks, now)
-            if sample.native:
-                process.native_sample = sample
-            else:
-                process.samples = (*process.samples, sample)[-SAMPLES_KEPT_PER_PROCESS:]
+        for sample in beat.samples:
+            process = self.processes.get((beat.host, sample.key))
+            if process is not None:
+                samples = (*process.samples, StackSample.from_reply(sample, now))
+                process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
         for reply in beat.calls:
             process = self.processes.get((beat.host, reply.key))
             stream = process.streams.get(reply.uid) if process is not None else None

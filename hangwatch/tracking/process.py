@@ -182,7 +182,6 @@ class Process:
     last_blocked: tuple[float, float] = (0.0, 0.0)
     has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
     samples: tuple[StackSample, ...] = ()  # newest last
-    native_sample: StackSample | None = None  # the newest one with native frames
     finished_reporting: bool = False  # the agent has reported all there is
 
     @property

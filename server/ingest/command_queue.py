@@ -87,7 +87,6 @@ class CommandQueue:
                 process,
                 kind,
                 now,
-                native=request.native,
                 uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,

@@ -57,11 +57,6 @@ def slow_collectives(milliseconds: int) -> None:
     plant(f"slow:ms={milliseconds}")
 
 
-def spin_while_waiting() -> None:
-    """Let this process use the CPU while it waits for a stream or an event, as it does on a GPU. Without this, it sleeps."""
-    plant("spin")
-
-
 def refuse_allocations() -> None:
     """Let further device allocations of this process fail with out of memory. torch's cache still serves small ones."""
     plant("oom")

@@ -289,16 +289,9 @@ class ScriptedJob:
         """A sample of the rank's main thread shows these frames now, innermost first."""
         self.report_stacks(rank, frames)
 
-    def report_stacks(
-        self,
-        rank: int,
-        *threads: Iterable[Frame],
-        native: bool = False,
-        is_still: bool | None = None,
-    ) -> None:
+    def report_stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
         """A sample of the rank's threads shows these frames now, the main thread first. The calls of
-        the ``n``-th thread, from 1, are those that were made with ``thread=n``. With ``native`` frames, all
-        threads are reported to be still or not.
+        the ``n``-th thread, from 1, are those that were made with ``thread=n``.
         """
         callers = self._list_callers(rank)
         stacks = tuple(
@@ -308,7 +301,6 @@ class ScriptedJob:
                 main=not n,
                 call_recency=list(callers).index(n + 1) if n + 1 in callers else None,
                 called_uids=tuple(callers.get(n + 1, ())),
-                is_still=is_still,
             )
             for n, frames in enumerate(threads)
         )
@@ -316,9 +308,7 @@ class ScriptedJob:
             host=self.ranks[rank].host,
             agent=f"agent-{self.ranks[rank].host}",
             samples=(
-                wire.StackReply(
-                    key=f"{rank}-1", request="r", source="py-spy", native=native, threads=stacks
-                ),
+                wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=stacks),
             ),
         )
 

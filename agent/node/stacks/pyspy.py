@@ -22,9 +22,6 @@ from ..system import permission, processes, thread_waits
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-# The pauses before the readings that show which threads stay in one place, around the one with native
-# frames. They are uneven, so that a loop is not read at the same step each time.
-_READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29, 0.13)
 _RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped this long after py-spy has detached
 _RUNNING_READINGS = 3  # readings in a row after which a process is known to run
 _MAX_FRAMES = 500
@@ -34,11 +31,6 @@ _UNDISTURBED_ATTEMPTS = 2
 _PERMISSION_MARKS = ("permission denied", "os error 13", "os error 1)", "operation not permitted")
 _ENDED_MARKS = ("os error 2)", "os error 3)", "no such process")
 _VERSION_MARKS = ("python version", "version of python", "unsupported version")
-
-
-# The file, the function and the line of a frame, and the name, the address and the text of each variable.
-_FramePlace = tuple[tuple[str, str, int], tuple[tuple[str, int, str], ...]]
-ThreadPlace = tuple[_FramePlace, ...]
 
 
 class PySpyError(Exception):
@@ -85,11 +77,14 @@ class PySpy:
             threads = self._dump_undisturbed(pid)
             if threads is not None:
                 return threads
-        options = ["--nonblocking"] if not native and (nonblocking or is_stopped) else []
+        options: list[str] = []
+        if native:
+            options.append("--native")
+        elif is_stopped or nonblocking:
+            options.append("--nonblocking")
+        timeout_s = NATIVE_DUMP_TIMEOUT_S if native else self.timeout_s
         try:
-            if native:
-                return self._dump_native(pid)
-            return self._run_dump(pid, options, self.timeout_s)
+            return self._run_dump(pid, options, timeout_s)
         except PySpyError as error:
             if "--nonblocking" not in options and self.continue_stopped(pid, start_ticks):
                 raise PySpyError(
@@ -129,44 +124,9 @@ class PySpy:
             return threads if deciding else None
         return None
 
-    def _dump_native(self, pid: int) -> tuple[ThreadStack, ...]:
-        """The stacks with native frames. While some thread runs, they are read several times in addition,
-        at uneven intervals, to see which threads stay in one place. Raises PySpyError.
-        """
-        readings: list[dict[int, ThreadPlace]] = []
-        gaps_s = _READING_GAPS_S if self._is_any_running(pid) else ()
-        middle = len(gaps_s) // 2
-        self._read_places(pid, gaps_s[:middle], readings)
-        output = self._read_dump(pid, ["--native"], NATIVE_DUMP_TIMEOUT_S)
-        self._read_places(pid, gaps_s[middle:], readings)
-        stacks = processes.add_cpu_times(parse_dump(output), pid, self.proc)
-        if not readings or len(readings) < len(gaps_s):
-            return stacks
-        return tuple(replace(stack, is_still=_is_in_one_place(stack, readings)) for stack in stacks)
-
-    def _is_any_running(self, pid: int) -> bool:
-        try:
-            turns = thread_waits.read_turns(pid, self.proc)
-        except OSError:  # the process has ended, which the dump reports
-            return False
-        return any(turn.is_running for turn in turns.values())
-
-    def _read_places(
-        self, pid: int, gaps_s: Sequence[float], readings: list[dict[int, ThreadPlace]]
-    ) -> None:
-        """Adds one reading for each gap, unless py-spy cannot read variables there."""
-        for gap_s in gaps_s:
-            time.sleep(gap_s)
-            with contextlib.suppress(PySpyError):
-                readings.append(parse_places(self._read_dump(pid, ["--locals"], self.timeout_s)))
-
     def _run_dump(
         self, pid: int, options: Sequence[str], timeout_s: float
     ) -> tuple[ThreadStack, ...]:
-        output = self._read_dump(pid, options, timeout_s)
-        return processes.add_cpu_times(parse_dump(output), pid, self.proc)
-
-    def _read_dump(self, pid: int, options: Sequence[str], timeout_s: float) -> bytes:
         command = [self.require_path(), "dump", "--pid", str(pid), "--json", "--full-filenames"]
         try:
             done = subprocess.run(
@@ -185,7 +145,7 @@ class PySpy:
             raise self.explain_start_failure(error) from error
         if done.returncode:
             raise explain_failure(done.stderr.decode(errors="replace"), self.proc)
-        return done.stdout
+        return processes.add_cpu_times(parse_dump(done.stdout), pid, self.proc)
 
     def require_path(self) -> str:
         """The path of py-spy. Raises PySpyError if it is not installed."""
@@ -248,32 +208,6 @@ def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
             is_permanent=True,
         )
     return PySpyError(f"py-spy failed: {reason}")
-
-
-def parse_places(output: bytes) -> dict[int, ThreadPlace]:
-    """Where each thread is, by its id, in a dump with variables. Raises PySpyError."""
-    places: dict[int, ThreadPlace] = {}
-    try:
-        for thread in json.loads(output):
-            frames: list[_FramePlace] = []
-            for frame in thread["frames"]:
-                variables = [(v["name"], v["addr"], v["repr"]) for v in frame["locals"] or ()]
-                line = (str(frame["filename"]), str(frame["name"]), int(frame["line"]))
-                frames.append((line, tuple(variables)))
-            places[int(thread["os_thread_id"] or 0)] = tuple(frames)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PySpyError(f"py-spy's output is not understood ({error!r})") from error
-    return places
-
-
-def _is_in_one_place(stack: ThreadStack, readings: Sequence[dict[int, ThreadPlace]]) -> bool:
-    """Whether all readings show a thread at the lines of its ``stack``, with the same variables."""
-    place = readings[0].get(stack.tid or 0)
-    if place is None or any(reading.get(stack.tid or 0) != place for reading in readings):
-        return False
-    lines = tuple((frame.file, frame.function, frame.line) for frame in stack.frames)
-    own = tuple(line for line, _ in place)
-    return tuple(line for line in lines if line in own) == own
 
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:

@@ -21,12 +21,10 @@ from hangwatch.stacks.activities import (
     SLEEP,
     RequiredProgress,
     classify_activity,
-    is_held_by_device,
     list_remote_executions,
     waits_for_external,
 )
 from hangwatch.stacks.frames import (
-    find_lines,
     is_installed_frame,
     is_user_frame,
     runs_user_code,
@@ -63,47 +61,6 @@ def is_busy(process: Process) -> bool:
     if before is None or caller is None or caller.main or caller.cpu_s is None:
         return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
     return _has_used_cpu(caller, before, samples[-1])
-
-
-def is_spinning(process: Process, since: float) -> bool:
-    """Whether a rank whose calls are queued for a device uses the CPU, and two samples show its calling
-    thread at one line. Such a host may wait for its device.
-    """
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    if before is None or not is_busy(process):
-        return False
-    has_device = any(
-        stream.device is not None or (stream.completed is None and stream.entered)
-        for stream in process.streams.values()
-    )
-    lines = find_lines(samples[-1].calling_thread)
-    return has_device and bool(lines) and lines == find_lines(before.calling_thread)
-
-
-def may_wait_for_device(process: Process, since: float) -> bool:
-    """Whether a sample with native frames shows a rank's calling thread in one wait for its device, and no
-    later sample shows it elsewhere.
-    """
-    native = process.native_sample
-    if native is None or native.taken_at < max(since, process.last_advanced_at):
-        return False
-    if not is_held_by_device(native.calling_thread):
-        return False
-    lines = find_lines(native.calling_thread)
-    newest = get_calling_thread_since(process, since)
-    return newest is None or find_lines(newest) == lines
-
-
-def waits_for_device(process: Process, since: float) -> bool:
-    """Whether a rank's calling thread waits for its device, although it uses the CPU, also in a sample that
-    is newer than the one with native frames.
-    """
-    native = process.native_sample
-    if native is None or not may_wait_for_device(process, since):
-        return False
-    samples = list_samples_since(process, native.taken_at + MIN_SAMPLE_GAP_S)
-    return bool(samples)
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
@@ -283,8 +240,6 @@ def classify_rank_wait(process: Process, since: float) -> RankWait | None:
         return None
     newest = samples[-1]
     if is_transferring(process, since):
-        return RankWait.EXCLUDED
-    if waits_for_device(process, since):
         return RankWait.EXCLUDED
     is_active_since = process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S
     if is_active_since and is_busy(process) and not is_polling(process, since):

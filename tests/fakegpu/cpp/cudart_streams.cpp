@@ -98,10 +98,7 @@ FAKEGPU_API cudaError cudaEventQuery(Event* event) {
     return !state || state->is_done ? kSuccess : fail(kNotReady);
 }
 FAKEGPU_API cudaError cudaEventSynchronize(Event* event) {
-    const EventStatePtr state = event->load();
-    while (spins_in_synchronize() && state && !state->is_done) {
-    }
-    synchronize_event(state);
+    synchronize_event(event->load());
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaEventElapsedTime(float* milliseconds, Event* from, Event* to) {

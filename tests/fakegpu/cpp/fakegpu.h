@@ -83,7 +83,6 @@ void count_launch(Stream* stream);                 // may plant an endless kerne
 CollectivePlan plan_collective(); // counts one collective or group; may kill this process
 void after_collective();                           // plants what follows the collective just issued
 bool is_stall_released(uint64_t generation);
-bool spins_in_synchronize(); // a host that waits uses the CPU, as with the vendor's driver
 uint64_t stall_generation();
 int injected_async_error();
 bool reports_remote_error();

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.stacks import faulthandler_dumps, pyspy, sampler
+from hangwatch.agent.node.stacks import faulthandler_dumps, sampler
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain_failure, parse_dump
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.model.ranks import Frame, ThreadStack
@@ -308,39 +308,3 @@ def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
         os.getpid(),
     )
     assert [frame.text for frame in annotated.frames[-2:]] == ["for batch in loader:", None]
-
-
-@pytest.mark.parametrize(
-    ("variables", "is_still"),
-    [
-        ([5] * 6, True),
-        ([5, 5, 5, 5, 5, 6], False),  # a loop that is read at one line each time
-        ([5, 5, 5, 5, 5, None], None),  # py-spy could not read them once
-    ],
-)
-def test_native_stacks_say_whether_variables_change(
-    tmp_path: Path,
-    busy_pid: int,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: list[int | None],
-    is_still: bool | None,
-) -> None:
-    monkeypatch.setattr(pyspy, "_READING_GAPS_S", (0.0,) * 6)
-    frame = {"name": "step", "filename": "/t.py", "line": 3}
-    native = {"name": "cudaStreamSynchronize", "filename": "libcudart.so", "line": 0}
-    thread = {"pid": busy_pid, "os_thread_id": busy_pid, "thread_name": "MainThread"}
-    (tmp_path / "native").write_text(json.dumps([{**thread, "frames": [native, frame]}]))
-    for number, value in enumerate(variables):
-        local = {"name": "loss", "addr": 1, "repr": str(value)}
-        dump = json.dumps([{**thread, "frames": [{**frame, "locals": [local]}]}])
-        (tmp_path / str(number)).write_text("?" if value is None else dump)
-    count = tmp_path / "count"
-    count.write_text("0")
-    script = (
-        f'case "$*" in *--native*) cat {tmp_path}/native; exit;; esac\n'
-        f"n=$(cat {count}); cat {tmp_path}/$n; echo $((n + 1)) >{count}\n"
-    )
-    spy = PySpy(path=write_script(tmp_path, script))
-    (stack,) = spy.dump_stacks(busy_pid, read_stat(busy_pid).start_ticks, native=True)
-    assert [f.function for f in stack.frames] == ["cudaStreamSynchronize", "step"]
-    assert stack.is_still is is_still
