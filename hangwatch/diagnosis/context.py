@@ -169,7 +169,7 @@ class DiagnosisContext:
 
     def list_called_samples_due(self, caller: int, since: float) -> list[int]:
         """The other ranks whose stacks are needed to know whether they execute a remote call that this rank
-        may wait for, and whether that makes progress. None if it waits for no such call.
+        may wait for, and whether that makes progress. Empty if it waits for no such call.
         """
         process = self.processes.get(caller)
         if process is None or not awaits_remote_call(process, since):
@@ -218,8 +218,8 @@ class DiagnosisContext:
     def select_waits_for(
         self, culprits: Collection[int], waiting: Collection[int], edge: WaitEdge
     ) -> tuple[Wait, ...]:
-        """Some of the waits for the ``culprits``, of which ``edge`` is one. If that is the wait of a device,
-        so are those of the other devices: their hosts are in later calls.
+        """Some of the waits for the ``culprits``; ``edge`` is one of these waits. If a device waits in it,
+        the other devices' waits are shown as well: their hosts are in later calls.
         """
         device_waits = tuple(self.graph.devices.list_waits(culprits))
         if edge.wait not in device_waits:

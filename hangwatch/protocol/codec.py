@@ -37,7 +37,7 @@ def encode_message(message: Any) -> Any:
         return message
     if isinstance(message, (tuple, list)):
         if kind is not tuple and kind is not list:
-            count = len(message)  # without the last fields that have their defaults
+            count = len(message)  # trailing fields with their defaults are left out
             for name, default in reversed(kind._field_defaults.items()):
                 if getattr(message, name) != default:
                     break

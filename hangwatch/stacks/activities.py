@@ -47,7 +47,7 @@ class ActivityKind:
     file_pattern: str = ""
     required_progress: RequiredProgress = RequiredProgress.NONE
     may_transfer: bool = False  # it may be for data of a connection
-    awaits_remote_call: bool = False  # it may be for a function that another rank executes for it
+    awaits_remote_call: bool = False  # another rank may be executing a function for it
 
     def __bool__(self) -> bool:
         return bool(self.phrase)

@@ -234,8 +234,8 @@ class RankRow(NamedTuple):
 
     @property
     def current_stream(self) -> CallStream | None:
-        """The group's stream in which the rank waits, or else made its last call; if that was a
-        while ago, the stream with the oldest call that a device has not completed, if any.
+        """The stream of the group's call that the rank waits in, or of its last call; if the last call
+        is old, the stream with the oldest call that a device has not completed, if any.
         """
         collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
         pending = [s for s in collective if s.is_pending]

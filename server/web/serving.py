@@ -1,4 +1,4 @@
-"""The common part of all pages, each of which has one address with its stream of updates."""
+"""What all pages have in common: each page and its stream of updates share one address."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def diagnose_exchanges(context: DiagnosisContext) -> None:
 
 
 def diagnose_invalid_peers(context: DiagnosisContext) -> None:
-    """One verdict for each send or receive whose peer is no rank of its group, and that does not
-    complete: no backend but MPI knows such a peer, and not each one checks the argument.
+    """One verdict for each send or receive that does not complete because its peer is no rank of its
+    group: only MPI knows such peers, and not every other backend checks the argument.
     """
     for rank in sorted(context.attempt.misaddressing_ranks):
         for stream in context.processes[rank].unfinished_streams:
@@ -102,8 +102,8 @@ def _compare_channel(
 
 
 def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
-    """Requests the calls around the first one in which the ends of a channel differ by their running
-    hashes, which `_compare_channel` then compares. If some are lost, a verdict says between which it is.
+    """Finds the first call at which the running hashes of a channel's two ends differ, and requests the
+    calls around it for `_compare_channel`. If some are lost, the verdict gives the range of calls.
     """
     receiving = sending.other_end
     if receiving is None or sending.peer is None or receiving.peer is None:

@@ -388,7 +388,7 @@ class _ChainEnds:
         if kind is VerdictKind.MISSING_RANK and any(
             context.list_called_samples_due(process.rank, began_at) for process in alive
         ):
-            limit_s += 2 * SECOND_SAMPLE_S  # those of other ranks follow the rank's own
+            limit_s += 2 * SECOND_SAMPLE_S  # samples of other ranks are requested after its own
         context.accuse(
             make_absence_verdict(
                 context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s

@@ -1,4 +1,4 @@
-"""The launcher's script gives the third process the rank of the second one: nobody is rank 2.
+"""The launcher's script gives the third process the rank of the second one, so that no process is rank 2.
 
 No call comes before the fault: nobody has a process group yet.
 """

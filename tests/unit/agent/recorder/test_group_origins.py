@@ -12,7 +12,7 @@ from hangwatch.model.groups import Group
 
 
 class _ProcessGroup:
-    """A process group, of which the tracker keeps only a weak reference."""
+    """A process group. The tracker keeps only a weak reference to it."""
 
 
 TCP_STORE = SimpleNamespace(host="node0", port=29400)
@@ -50,7 +50,7 @@ def test_process_joins_a_group_once_it_has_a_backend(
 @pytest.mark.parametrize(
     ("store", "rank", "size"),
     [
-        (TCP_STORE, 0, 1),  # it waits for nobody
+        (TCP_STORE, 0, 1),  # a group of one member waits for nobody
         (TCP_STORE, -1, 2),
         (SimpleNamespace(), 0, 2),  # the store of threads of one process
     ],

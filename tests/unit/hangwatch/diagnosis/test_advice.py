@@ -851,7 +851,7 @@ def test_rank_whose_remote_call_may_be_at_work_is_slow() -> None:
     [
         WAITS_FOR_EVENT[:2],  # the thread was started by its own rank
         (WAITS_FOR_EVENT[2],),  # no code of the user runs yet, or any more
-        (WAITS_FOR_EVENT[2], WAITS_FOR_EVENT[1]),  # it handles a call of its own
+        (WAITS_FOR_EVENT[2], WAITS_FOR_EVENT[1]),  # the thread handles a call of its own
     ],
 )
 def test_other_threads_execute_no_remote_call(frames: tuple[Frame, ...]) -> None:
