@@ -75,7 +75,6 @@ class NodeAgent:
             self._watchlist,
             self._outbox,
             traces,
-            self._recordings,
             host=socket.gethostname(),
             owner=owner,
             server_count=len(targets),

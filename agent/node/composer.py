@@ -14,7 +14,6 @@ from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
 from .reporting.terse import make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
-from .requests.recordings import RecordingWorker
 from .requests.traces import TraceRequests
 from .system import processes
 
@@ -29,7 +28,6 @@ class HeartbeatComposer:
     watchlist: Watchlist
     outbox: Outbox
     traces: TraceRequests
-    recordings: RecordingWorker
     host: str
     owner: str
     server_count: int
@@ -47,7 +45,6 @@ class HeartbeatComposer:
             gone += [key for key, process in watched.items() if process.exit is not None]
         updates: dict[str, ProcessUpdate | None] = {}
         for key, process in watched.items():
-            process.is_paused = self.recordings.is_pausing(key)
             updates[key] = process.compose_update(now_ns)
         is_brief = False
         if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:

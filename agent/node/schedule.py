@@ -166,7 +166,7 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
             continue
         alive_count += 1
         state = process.activity.state
-        if state in NOT_RUNNING_STATES and not process.is_paused:
+        if state in NOT_RUNNING_STATES:
             changes.add((process.key, "state", state))
         if ring.pulse_s >= FROZEN_AFTER_S:
             changes.add((process.key, "pulse"))
@@ -251,7 +251,7 @@ def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: 
     """When a process will have something to report, as far as that is known; not later than
     ``now_ns`` if it has something already. Updates ``sample``.
     """
-    if process.exit is not None or process.pidfd is None or process.is_paused:
+    if process.exit is not None or process.pidfd is None:
         return now_ns
     if process.ring is None or process.reader is None:
         return now_ns

@@ -16,10 +16,8 @@ from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Outbox
-from hangwatch.agent.node.requests.recordings import RecordingWorker
 from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.schedule import ReportSchedule
-from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.model.calls import Call
@@ -55,7 +53,6 @@ _TORCH_FILE = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_
 # Nothing is found, traced or recorded, so that all hosts can share these.
 _NO_FOLDER, _NO_SELECTOR = Path("/nonexistent"), selectors.SelectSelector()
 _NO_TRACES = TraceRequests()
-_NO_RECORDINGS = RecordingWorker(PySpy(path=None), lambda: None)
 
 
 def list_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
@@ -261,7 +258,6 @@ class SimulatedHost:
             watchlist,
             self.outbox,
             _NO_TRACES,
-            _NO_RECORDINGS,
             host=f"{self._get_run().name}-node{self.number}",
             owner="",
             server_count=1,

@@ -67,7 +67,6 @@ class WatchedProcess:
     composed: AckedState | None = None  # what the server will know once it has the last update
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
-    is_paused: bool = False  # a recording of ours pauses it for each sample
     is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
@@ -234,14 +233,11 @@ class WatchedProcess:
             return None
 
     def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
-        state = self.activity.state
-        if self.is_paused and state == "t":
-            state = "S"
         return updates.ProcessView(
             key=self.key,
             identity=identity,
             snapshot=self.snapshot,
-            state=state,
+            state=self.activity.state,
             idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
             cpu_s=round(self.activity.cpu_s, 2),
             exit=self.exit,

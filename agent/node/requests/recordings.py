@@ -62,7 +62,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
         self._closed = False
 
     def is_pausing(self, key: str) -> bool:
-        """A recording pauses this process now: its state t (traced) means nothing else."""
+        """Whether a recording pauses this process now, for each of its samples."""
         current = self._current
         return current is not None and current.command.key == key and current.command.native
 

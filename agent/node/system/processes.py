@@ -209,6 +209,15 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
+def is_traced_by_child(pid: int, proc: str = PROC_ROOT) -> bool:
+    """Whether the process that traces this one, as a debugger does, is a child of the calling process."""
+    try:
+        tracer = int(read_status(pid, proc).get("TracerPid", "0"))
+        return bool(tracer) and read_stat(tracer, proc).parent_pid == os.getpid()
+    except (OSError, ValueError):  # one of them has ended
+        return False
+
+
 def measure_age_s(start_ticks: int) -> float:
     """How long ago a process was started, in seconds; 0.0 if the time since boot cannot be read."""
     try:
@@ -287,6 +296,7 @@ class CpuActivity:
     last_busy_ns: int  # when one of them was last seen using a CPU or waiting for one
     state: str = "?"
     cpu_s: float = 0.0
+    _read_ns: int = 0
     _main: ThreadActivity = field(default_factory=ThreadActivity)
     # The thread that made the newest call, if that is another one than the main thread.
     _caller: ThreadActivity = field(default_factory=ThreadActivity)
@@ -297,12 +307,20 @@ class CpuActivity:
     ) -> None:
         """Reads /proc. ``caller_tid`` is the thread that made the newest call, 0 if that is unknown.
         Raises OSError if the process is gone, ValueError if /proc is malformed.
+
+        py-spy pauses a process while it reads native frames, the first time for seconds, since it
+        reads the symbols of every library then. If it is our py-spy, the process does not count as
+        stopped, and its idle time does not grow.
         """
         whole = read_stat(pid, proc)
         if self._main.update_thread(pid, pid, now_ns, proc):
             self.last_busy_ns = now_ns
         self.state = self._main.state
         self.cpu_s = whole.cpu_ticks / TICKS_PER_S
+        read_ns, self._read_ns = self._read_ns or now_ns, now_ns
+        if self.state == "t" and is_traced_by_child(pid, proc):
+            self.state = "S"
+            self.last_busy_ns = min(now_ns, self.last_busy_ns + now_ns - read_ns)
         if self.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has ended (pthread_exit), the others continue
         if caller_tid in (0, pid):

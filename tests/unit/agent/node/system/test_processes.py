@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from hangwatch.agent.node.system.permission import PtraceFacts
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity
+from tests.simulation.waiting import wait_until
 
 SECOND_NS = 1_000_000_000
 
@@ -332,3 +336,41 @@ def test_unknown_exit_status_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rings.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo()
     assert len(tries) == 5
     assert rings.read_exit_info(1 << 22, 1, pidfd=None) == ExitInfo()
+
+
+ATTACH = """
+import ctypes, sys, time
+PTRACE_ATTACH = 16
+assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, int(sys.argv[1]), None, None) == 0
+print("attached", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "state", "idle_s"),
+    [([], "S", 3), (["sh", "-c", '"$@"; exit', "sh"], "t", 10)],
+    ids=["own child", "another debugger"],
+)
+def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
+    launcher: list[str], state: str, idle_s: int
+) -> None:
+    held = subprocess.Popen(["sleep", "60"])
+    activity = CpuActivity(last_busy_ns=0)
+    activity.update_activity(held.pid, 3 * SECOND_NS)
+    tracer = subprocess.Popen(
+        [*launcher, sys.executable, "-c", ATTACH, str(held.pid)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert tracer.stdout is not None and tracer.stdout.readline() == b"attached\n"
+        assert wait_until(lambda: processes.read_stat(held.pid).state == "t", 5.0)
+        activity.update_activity(held.pid, 10 * SECOND_NS)
+    finally:
+        os.killpg(tracer.pid, signal.SIGKILL)
+        held.kill()
+        tracer.communicate()
+        held.wait()
+    idle_ns = 10 * SECOND_NS - activity.last_busy_ns
+    assert (activity.state, idle_ns) == (state, idle_s * SECOND_NS)
