@@ -65,7 +65,8 @@ def exceptions():
 @register_aspect
 def exceptions_of_a_lost_peer():
     """A receive that times out, in a group of its own."""
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    # Long enough for the two to connect on a loaded machine
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
     dist.barrier(group)
     report = None
     if dist.get_rank() == 0:
@@ -93,8 +94,15 @@ def exceptions_of_workers():
     return report
 
 
+def use_new_group():
+    """A rank that destroyed it at once would close connections that the other rank has not accepted."""
+    group = dist.new_group([0, 1])
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
 WARNING_CALLS = {
-    "new_group": lambda: dist.destroy_process_group(dist.new_group([0, 1])),
+    "new_group": use_new_group,
     "all_gather_base": lambda: dist._all_gather_base(torch.empty(6), torch.ones(3)),
     "reduce_scatter_base": lambda: dist._reduce_scatter_base(torch.empty(3), torch.ones(6)),
     "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([torch.ones(3)]),
