@@ -3,6 +3,7 @@
 import datetime
 import inspect
 import pickle
+import time
 import warnings
 
 import torch
@@ -64,10 +65,13 @@ def exceptions():
 
 @register_aspect
 def exceptions_of_a_lost_peer():
-    """A receive that times out, in a group of its own."""
-    # Long enough for the two to connect on a loaded machine
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
+    """A receive that times out, in a group of its own. Its peer does not wait meanwhile: that would be a
+    deadlock, which hangwatch reports.
+    """
+    # The timeout is long enough for the two to connect on a loaded machine.
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4))
     dist.barrier(group)
+    store = dist.distributed_c10d._get_default_store()
     report = None
     if dist.get_rank() == 0:
         try:
@@ -75,6 +79,9 @@ def exceptions_of_a_lost_peer():
         except Exception as error:
             report = describe_exception(error)
             report["text"] = "Timed out" in report["text"]  # it has an address
+        store.set("receive timed out", "yes")
+    while not store.check(["receive timed out"]):
+        time.sleep(0.1)
     dist.barrier()
     return report
 
