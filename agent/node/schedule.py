@@ -22,7 +22,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
+from hangwatch.model.limits import (
+    BLOCKED_AFTER_S,
+    FROZEN_AFTER_S,
+    MIN_WAIT_S,
+    NOT_RUNNING_STATES,
+)
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.parts import DeviceEntry
@@ -30,7 +35,6 @@ from hangwatch.ring.reader import StreamState
 
 from .discovery.watched import FLOOD_DIVISOR, WatchedProcess
 from .discovery.watchlist import Watchlist
-from .reporting.updates import BLOCKED_AFTER_S
 from .requests.builder import RecorderBuilder
 from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 # Shared by node agents and the server.
 MIN_WAIT_S = 1.0  # shorter waits are normal
+# Node agents report a call that is unfinished for longer with its arguments. It is also the least wait in a
+# call that is known to differ between the ranks, which is never normal.
+BLOCKED_AFTER_S = 0.5
 FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 # The CPU time that a frozen process that is not idle has used since then: on an overloaded host, a healthy one
 # may get none. Reports that may be a second old show it, so that it is shorter.

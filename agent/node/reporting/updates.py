@@ -15,6 +15,7 @@ from typing import Any
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.incidents import FlightFile
+from hangwatch.model.limits import BLOCKED_AFTER_S
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.protocol.heartbeat import (
     MAX_CHECKPOINTS,
@@ -30,7 +31,6 @@ from hangwatch.ring.reader import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
 
-BLOCKED_AFTER_S = 0.5  # a call that is unfinished for longer is reported with its arguments
 MAX_BLOCKED_CALLS = 8  # reported for each stream
 PULSE_REFRESH_S = 1.0  # how often a process is reported whose pulse is its only change
 MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat

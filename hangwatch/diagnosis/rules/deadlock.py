@@ -78,7 +78,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         # seen.
         sampled = context.iter_alive(culprits[:MAX_CULPRIT_STACKS])
         are_sampled = all(get_calling_thread_since(process, began_at) for process in sampled)
-        needed_waits = 3 if are_sampled else 4
+        needed_waits = 2 if are_sampled else 4
         is_confirmed = context.now - began_at >= needed_waits * MIN_WAIT_S
     calls: list[CallClass] = []
     for rank in culprits[:_MAX_CALLS_SHOWN]:

@@ -11,6 +11,7 @@ from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
+    BLOCKED_AFTER_S,
     FAILED_SOON_S,
     MAX_EVIDENCE_WAIT_S,
     MAX_NARROWING_S,
@@ -28,6 +29,7 @@ from ..call_classes import HashClass, classify_members
 from ..context import DiagnosisContext
 from ..graph.devices import get_first_unfinished
 from ..graph.edges import read_new_group_ranks
+from ..graph.progress import find_blocked_streams
 from ..messages import describe_mismatch
 from .ended import get_failure_time, has_failed_exit, was_terminated
 
@@ -81,11 +83,8 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     waiting: set[int] = set()
     if not is_harmless:
         blocked = context.graph.get_waiting_ranks()
-        # The waiting members at or past the mismatched call.
         delayed = {
-            rank
-            for rank in mismatch.group.ranks
-            if rank in blocked and (rank not in members or members[rank].entered >= seq)
+            rank for rank in mismatch.group.ranks if _is_delayed(context, mismatch, rank, blocked)
         }
         waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
     kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
@@ -114,6 +113,21 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     )
     explains = None if is_harmless else delayed | failed
     context.accuse(verdict, explains, samples=bool(delayed or waiting))
+
+
+def _is_delayed(
+    context: DiagnosisContext, mismatch: CallMismatch, rank: int, blocked: Collection[int]
+) -> bool:
+    """Whether a member waits at or past the mismatched call: it is one of the ``blocked`` ranks, or has been
+    in its newest call of the group for `BLOCKED_AFTER_S`, by its last report.
+    """
+    stream = mismatch.members.get(rank)
+    if stream is not None and stream.entered < mismatch.seq:
+        return False
+    if stream is None or rank in blocked:
+        return rank in blocked
+    before = context.get_state_known_until(rank) - BLOCKED_AFTER_S
+    return any(s is stream for s in find_blocked_streams(context.processes[rank], before))
 
 
 def _creates_separate_groups(mismatch: CallMismatch) -> bool:

@@ -13,12 +13,12 @@ import pytest
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
 from hangwatch.agent.node.discovery.watched import FLOOD_DIVISOR, WatchedProcess, watch_process
-from hangwatch.agent.node.reporting.updates import BLOCKED_AFTER_S
 from hangwatch.agent.node.schedule import SETTLE_NS, SteadinessCheck, list_unfinished_ages
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, StreamKind, encode_signature
 from hangwatch.model.groups import Group
+from hangwatch.model.limits import BLOCKED_AFTER_S
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.ring.layout import RECORD_SLOTS, LiveWord, RecordFlag
 from hangwatch.ring.parts import DeviceEntry
