@@ -23,12 +23,13 @@ def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     job.send_heartbeats()
     job.make_call(0, group="a")
     job.make_call(1, group="b")
-    job.advance_time(3.5)
-    assert job.list_due_verdicts() == []  # their stacks have been requested
+    job.advance_time(1.8)
     for rank in (0, 1):
         job.report_stack(
             rank, make_frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py")
         )
+    assert job.list_due_verdicts() == []
+    job.advance_time(0.3)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, (0, 1))
 
@@ -40,7 +41,9 @@ def test_deadlock_is_reported_without_stacks() -> None:
     job.send_heartbeats()
     job.make_call(0, group="a")
     job.make_call(1, group="b")
-    job.advance_time(4.5)
+    job.advance_time(3.5)
+    assert job.list_due_verdicts() == []  # their stacks have been requested
+    job.advance_time(1.0)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, (0, 1))
 

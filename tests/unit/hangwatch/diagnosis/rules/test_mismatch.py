@@ -40,6 +40,23 @@ def test_different_operation_is_an_immediate_mismatch() -> None:
     assert verdict.site.line == 55
 
 
+@pytest.mark.parametrize(("blocked_s", "waiting"), [(0.3, ()), (0.6, (0, 2, 3))])
+def test_member_waits_in_a_mismatched_call_after_half_a_second(
+    blocked_s: float, waiting: tuple[int, ...]
+) -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank in range(4):
+        job.make_call(rank, reduce_op="max" if rank == 1 else "sum", done=rank == 1)
+    job.advance_time(blocked_s)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISMATCH,
+        (1,),
+        waiting,
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "theirs"),
     [
