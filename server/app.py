@@ -64,7 +64,7 @@ def build_app(
     watch = Watch(settings, shared, persistence)
     # The parts that answer node agents.
     authenticator = access.Authenticator(
-        token, own_name=settings.host, public_url=settings.public_url
+        token, own_name=settings.host, public_url=settings.public_url, clock=shared.clock
     )
     agent_endpoint = heartbeats.AgentEndpoint(watch, authenticator)
     # The routes for people and programs.

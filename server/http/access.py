@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +27,10 @@ from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch.protocol import request_signing
+from hangwatch.protocol.request_signing import MAX_REQUEST_AGE_S, MAX_REQUEST_LEAD_S, PROOF_HEADER
 
 from ..core import limits
+from ..core.clock import Clock
 from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import SECURITY_HEADERS, STYLESHEET_PATH
@@ -35,11 +38,15 @@ from .rendering import SECURITY_HEADERS, STYLESHEET_PATH
 COOKIE_NAME = "hangwatch"
 # A connection's scope has the user at its other end under this key, if that is on this machine.
 PEER_UID = "hangwatch.peer_uid"
+# And under this one the function to call once a request on it has proven who sends it.
+MARK_AUTHENTICATED = "hangwatch.mark_authenticated"
+AGENT_GRANT = "hangwatch.agent_grant"  # a request's scope has its `AgentGrant` under this key
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 # Wrong tokens that one address may try within the time.
 MAX_FAILURES, FAILURE_WINDOW_S = 10, 300.0
 _MAX_KEPT_ADDRESSES = 10_000
+_PROOF_NAME = PROOF_HEADER.lower().encode()
 
 _CROSS_SITE = Problem(
     403,
@@ -50,6 +57,11 @@ _OTHER_USER = Problem(
     403,
     "without a token this server answers only to the user who started it, and to root: start it"
     " with --token, and give the token to others",
+)
+_STALE = Problem(
+    request_signing.STALE_STATUS,
+    "this request was signed for another run of this server, or for another time, or was sent before:"
+    " sign it for the run and the time in this response",
 )
 _NO_TOKEN = Problem(
     401,
@@ -79,12 +91,18 @@ class AccessRefusedError(Exception):
 
 class Authenticator:
     """Accepts requests with the token, as bearer, as Basic password or as the login's cookie, and
-    those that node agents sign with it. Without a token, accepts those of this user and of root.
+    those that node agents sign with it, each once. Without a token, accepts those of this user and of
+    root.
     """
 
-    def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
+    def __init__(
+        self, token: str | None, own_name: str, public_url: str | None, clock: Clock | None = None
+    ) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
         self._public_host = urlsplit(public_url or "").netloc
+        self._clock = clock or Clock()
+        self._run = secrets.token_hex(8)
+        self._accepted_macs = RecentMacs()
 
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
@@ -104,7 +122,10 @@ class Authenticator:
         if is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
             return _CROSS_SITE.make_response()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if by_header or by_cookie or path in PUBLIC_PATHS:
+        if by_header or by_cookie:
+            _mark_authenticated(scope)
+            return None
+        if path in PUBLIC_PATHS:
             return None
         if token is None:
             is_own_user = scope.get(PEER_UID) in (0, os.geteuid())
@@ -115,8 +136,10 @@ class Authenticator:
             return RedirectResponse(f"/login?next={target}", status_code=303)
         return _NO_TOKEN.make_response()
 
-    def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant:
-        """What the sender of a heartbeat may send. Raises AccessRefusedError."""
+    def check_agent(self, scope: Scope, headers: Mapping[str, str], path: str) -> AgentGrant:
+        """What the sender of a request to ``path`` may send; `prove_reply` needs it as well. Raises
+        AccessRefusedError.
+        """
         signed = request_signing.SignedRequest.from_header(headers.get("authorization", ""))
         if signed is None or self._token is None:
             refusal = self.check_request(scope, headers)
@@ -124,15 +147,57 @@ class Authenticator:
                 raise AccessRefusedError(refusal)
             return AgentGrant()
         credential = self._make_credential(self._token, signed.job)
-        if not credential.verify_request(signed):
+        if not credential.verify_request(signed, scope["method"], path):
             raise AccessRefusedError(_NO_TOKEN.make_response())
-        return AgentGrant(signed=signed, credential=credential)
+        grant = AgentGrant(signed=signed, credential=credential)
+        scope[AGENT_GRANT] = grant  # even a refusal must prove that it comes from this server
+        now = self._get_time()
+        signed_for = request_signing.ServerTime.from_text(signed.time_text)
+        if not now.accepts(signed_for) or not self._accepted_macs.add(signed.mac, now.at_s):
+            raise AccessRefusedError(_STALE.make_response())
+        _mark_authenticated(scope)
+        return grant
+
+    def prove_reply(self, scope: Scope, response: Response) -> None:
+        """Adds the proof that the response to a signed request comes from a server with the token."""
+        grant: AgentGrant | None = scope.get(AGENT_GRANT)
+        if grant is not None and grant.signed is not None and grant.credential is not None:
+            proof = grant.credential.make_proof(
+                grant.signed, response.status_code, bytes(response.body), self._get_time()
+            )
+            response.raw_headers.append((_PROOF_NAME, proof.encode()))
+
+    def _get_time(self) -> request_signing.ServerTime:
+        return request_signing.ServerTime(self._run, self._clock.monotonic())
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def _make_credential(token: str, job: str | None) -> request_signing.Credential:
         job_token = token if job is None else request_signing.derive_job_token(token, job)
         return request_signing.Credential.from_token(job_token)
+
+
+def _mark_authenticated(scope: Scope) -> None:
+    if (mark := scope.get(MARK_AUTHENTICATED)) is not None:
+        mark()
+
+
+@dataclass(slots=True)
+class RecentMacs:
+    """The signatures that were accepted within the time in which they would be accepted again."""
+
+    _current: set[str] = field(default_factory=set)
+    _former: set[str] = field(default_factory=set)
+    _began_at: float = 0.0
+
+    def add(self, mac: str, now: float) -> bool:
+        """Adds a signature. Returns False if it was added before."""
+        if now - self._began_at > MAX_REQUEST_LEAD_S + MAX_REQUEST_AGE_S:
+            self._former, self._current, self._began_at = self._current, set(), now
+        if mac in self._current or mac in self._former:
+            return False
+        self._current.add(mac)
+        return True
 
 
 def has_token(headers: Mapping[str, str], token: str) -> bool:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, URGENT_PRIORITY
-from hangwatch.protocol.request_signing import PROOF_HEADER, may_report_job
+from hangwatch.protocol.request_signing import may_report_job
 
 from ..core import limits
 from ..core.problems import Problem
@@ -38,7 +38,6 @@ from .access import AccessRefusedError, AgentGrant, Authenticator, read_body
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
 _NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
-_PROOF_NAME = PROOF_HEADER.lower().encode()
 _SECURITY_HEADERS = [
     (name.lower().encode(), value.encode()) for name, value in rendering.SECURITY_HEADERS.items()
 ]
@@ -49,17 +48,13 @@ log = logging.getLogger("hangwatch")
 class AgentReply(Response):
     """A successful answer; building it takes half the time of starlette's general way."""
 
-    def __init__(self, document: object, grant: AgentGrant) -> None:
+    def __init__(self, document: object) -> None:
         self.status_code, self.background = 200, None
         self.body = msgspec.json.encode(document)
         self.raw_headers = [
             (b"content-length", b"%d" % len(self.body)),
             (b"content-type", b"application/json"),
         ]
-        if grant.signed is not None and grant.credential is not None:
-            # This proves that the reply comes from a server that knows the token.
-            proof = grant.credential.make_proof(grant.signed, self.body)
-            self.raw_headers.append((_PROOF_NAME, proof.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class AgentEndpoint:
             if not answered.done():
                 answered.set_result(response)
 
-        headers, body, grant = await self._receive(request)
+        headers, body, grant = await self._receive(request, HEARTBEAT_PATH)
         self._submit_heartbeat(headers, body, grant, respond)
         return await answered
 
@@ -84,7 +79,7 @@ class AgentEndpoint:
         """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
         reply to a heartbeat.
         """
-        _, body, grant = await self._receive(request)
+        _, body, grant = await self._receive(request, COMMANDS_PATH)
         agent = heartbeat_checks.decode_head(body).agent
         if agent is None:
             raise Problem(422, 'the body must name the node agent: {"agent": ID}')
@@ -103,21 +98,23 @@ class AgentEndpoint:
             disconnected.cancel()
             waiting.cancel()
         commands = [codec.encode_message(c) for c in shared.commands.take_unsent(agent)]
-        return AgentReply({"commands": commands}, grant)
+        return AgentReply({"commands": commands})
 
     async def get_proof(self, request: Request) -> Response:
         """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
-        _, _, grant = await self._receive(request)
-        return AgentReply({}, grant)
+        await self._receive(request, PROOF_PATH)
+        return AgentReply({})
 
-    async def _receive(self, request: Request) -> tuple[dict[str, str], bytes, AgentGrant]:
+    async def _receive(
+        self, request: Request, path: str
+    ) -> tuple[dict[str, str], bytes, AgentGrant]:
         """The first header of each name, the decompressed body, and what the sender may send."""
         # A dozen look-ups in starlette's `Headers` take longer than a heartbeat.
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(request.scope["headers"])
         }
-        grant = self.authenticator.check_agent(request.scope, headers)
+        grant = self.authenticator.check_agent(request.scope, headers, path)
         _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
         if content_length.isdecimal():
@@ -152,7 +149,7 @@ class AgentEndpoint:
             if isinstance(reply, Exception):
                 respond(self.refuse(reply))
             else:
-                respond(AgentReply(codec.encode_message(reply), grant))
+                respond(AgentReply(codec.encode_message(reply)))
 
         watch.heartbeat_queue.submit(
             QueuedHeartbeat(decode_heartbeat, is_urgent, time.monotonic(), take_reply)
@@ -195,6 +192,7 @@ class HeartbeatFastPath:
             return None
         except Exception as error:
             response = self._endpoint.refuse(error, is_heartbeat=path == HEARTBEAT_PATH)
+        self._endpoint.authenticator.prove_reply(scope, response)
         response.raw_headers += _SECURITY_HEADERS
         await response(scope, receive, send)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from hangwatch.protocol.heartbeat import PROTOCOL_VERSION
+from hangwatch.protocol.heartbeat import HEARTBEAT_PATH, PROTOCOL_VERSION
 from hangwatch.protocol.request_signing import Credential, SignedRequest
 from tests.harness.job import PTRACE_REFUSED
 from tests.harness.processes import read_resident_mb
@@ -76,7 +76,8 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
     credential = Credential.from_token("secret")
     for header in agent_testbed.receiver.tokens:
         signed = SignedRequest.from_header(header or "")
-        assert signed is not None and credential.verify_request(signed), header
+        assert signed is not None, header
+        assert credential.verify_request(signed, "POST", HEARTBEAT_PATH), header
 
 
 def test_resends_everything_after_resync(agent_testbed: AgentTestbed) -> None:

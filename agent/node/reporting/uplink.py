@@ -180,19 +180,23 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
                 retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             )
+        if self.target.token and not response.is_proven:
+            problem = (
+                f"{self.target} did not prove that it knows the token: nothing in its reply is"
+                " applied"
+            )
+            return HeartbeatOutcome(problem=problem, is_misdirected=True)
         try:
             reply = decode_reply(response.parse_json())
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
             return HeartbeatOutcome(problem=problem)
-        if reply.commands and not self._client.is_server_known:
+        if reply.commands and not response.is_proven:
             reply = replace(reply, commands=())
-            why = (
-                "did not prove that it knows the token"
-                if self.target.token
-                else "has no token to prove that it is the job's"
+            self._warn_once(
+                f"the orders of {self.target} are ignored: it has no token to prove that it is the"
+                " job's"
             )
-            self._warn_once(f"the orders of {self.target} are ignored: it {why}")
         return HeartbeatOutcome(reply=reply, sent_s=sent_s, answered_s=answered_s)
 
 
