@@ -19,6 +19,7 @@ from hangwatch import __version__
 
 from .alerting.alerter import Alerter
 from .core.clock import Clock
+from .core.peers import PeerConnections
 from .core.problems import Problem
 from .http import (
     access,
@@ -75,6 +76,7 @@ def build_app(
         shared=shared,
         watch=watch,
         pages=rendering.PageRenderer(settings.path_prefix),
+        peers=PeerConnections(shared.counters.refusals_by_limit),
     )
     mcp = mcp_endpoint.McpEndpoint()
     app = FastAPI(

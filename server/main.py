@@ -98,6 +98,7 @@ def _serve(settings: Settings) -> int:
             token = kept_token(settings.data_dir)
         base_url = _find_base_url(settings, port)
         app, state = build_app(settings, store=store, base_url=base_url, token=token)
+        listening.peers = state.peers
         announce(settings, base_url, token)
         server = HttpServer(
             state,
@@ -140,7 +141,7 @@ def _check_certificate(settings: Settings) -> None:
         ) from None
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> ThrottledListener:
     """A listening socket. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -60,6 +60,13 @@ HEAD = Limit(
 PIPELINED = Limit(
     "pipelined_requests", 64, "requests", "sent on a connection before the first is answered", 429
 )
+UNAUTHENTICATED = Limit(
+    "unauthenticated_connections",
+    256,
+    "connections",
+    "of one address, or of one other user of this machine, on which no request was accepted yet",
+    429,
+)
 BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
 LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
@@ -94,6 +101,13 @@ JOBS_PER_AGENT = Limit("jobs_per_agent", 64, "jobs", "reported by one node agent
 # The limits on what is kept in memory include finished attempts.
 AGENTS = Limit("agents", 1 << 15, "node agents", "that report to a server", 429)
 WAITING_AGENTS = Limit("waiting_agents", 512, "node agents", "that wait for commands", 429)
+PEER_CONNECTIONS = Limit(
+    "peer_connections",
+    AGENTS.maximum + WAITING_AGENTS.maximum,
+    "connections",
+    "of one address, or of one other user of this machine, and half of the server's open files",
+    429,
+)
 PROCESSES = Limit("processes", 1 << 18, "processes", "in a server's memory", 429)
 ATTEMPTS = Limit("attempts", 2000, "attempts of jobs", "in a server's memory", 429)
 ATTEMPTS_PER_JOB = Limit("attempts_per_job", 256, "attempts", "of a job in a server's memory", 429)

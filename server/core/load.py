@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .peers import PeerConnections, PeerSocket
 from .problems import Problem
 
 OVERLOAD_LATE_S = 2.0  # the event loop's lateness beyond which heartbeats are refused
@@ -24,7 +25,8 @@ RETRY_AFTER_S = 5
 MEASURE_INTERVAL_S = 0.1
 _SMOOTHING = 0.2  # weight of the newest measurement
 
-ACCEPTED_PER_PASS = 8  # connections in one pass of the event loop
+# Connections in one pass of the event loop: these are served, and these are closed.
+ACCEPTED_PER_PASS, REFUSED_PER_PASS = 8, 64
 
 # A collection of so few objects takes about 5 ms; for ten times as many it takes up to 150.
 THRESHOLDS = (1_000, 1, 20_000)
@@ -58,20 +60,29 @@ class Load:
 
 
 class ThrottledListener(socket.socket):
-    """A listening socket that accepts few connections in a pass of asyncio's loop, not thousands."""
+    """A listening socket that accepts few connections in a pass of asyncio's loop, not thousands, and
+    only those that ``peers`` admits.
+    """
 
+    peers: PeerConnections | None = None  # None: all are admitted
     _accepted: int = 0  # the number of connections in this pass
+    _refused: int = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        if self._accepted == ACCEPTED_PER_PASS:
-            raise BlockingIOError
-        if not self._accepted:
+        if not self._accepted and not self._refused:
             asyncio.get_running_loop().call_soon(self._end_pass)
-        self._accepted += 1
-        return super().accept()
+        while self._accepted < ACCEPTED_PER_PASS and self._refused < REFUSED_PER_PASS:
+            descriptor, address = self._accept()
+            connection = PeerSocket(self.family, self.type, self.proto, descriptor)
+            if self.peers is None or self.peers.admit(connection, address):
+                self._accepted += 1
+                return connection, address
+            self._refused += 1
+            connection.close()
+        raise BlockingIOError
 
     def _end_pass(self) -> None:
-        self._accepted = 0
+        self._accepted = self._refused = 0
 
 
 @contextlib.contextmanager

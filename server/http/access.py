@@ -31,6 +31,7 @@ from hangwatch.protocol.request_signing import MAX_REQUEST_AGE_S, MAX_REQUEST_LE
 
 from ..core import limits
 from ..core.clock import Clock
+from ..core.peers import PeerSocket
 from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import SECURITY_HEADERS, STYLESHEET_PATH
@@ -38,8 +39,7 @@ from .rendering import SECURITY_HEADERS, STYLESHEET_PATH
 COOKIE_NAME = "hangwatch"
 # A connection's scope has the user at its other end under this key, if that is on this machine.
 PEER_UID = "hangwatch.peer_uid"
-# And under this one the function to call once a request on it has proven who sends it.
-MARK_AUTHENTICATED = "hangwatch.mark_authenticated"
+CONNECTION = "hangwatch.connection"  # and under this one the connection's `PeerSocket`
 AGENT_GRANT = "hangwatch.agent_grant"  # a request's scope has its `AgentGrant` under this key
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -128,8 +128,10 @@ class Authenticator:
         if path in PUBLIC_PATHS:
             return None
         if token is None:
-            is_own_user = scope.get(PEER_UID) in (0, os.geteuid())
-            return None if is_own_user else _OTHER_USER.make_response()
+            if scope.get(PEER_UID) not in (0, os.geteuid()):
+                return _OTHER_USER.make_response()
+            _mark_authenticated(scope)
+            return None
         if scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
             query = scope["query_string"].decode("latin-1")
             target = quote(path + (f"?{query}" if query else ""), safe="/")
@@ -178,8 +180,9 @@ class Authenticator:
 
 
 def _mark_authenticated(scope: Scope) -> None:
-    if (mark := scope.get(MARK_AUTHENTICATED)) is not None:
-        mark()
+    connection: PeerSocket | None = scope.get(CONNECTION)
+    if connection is not None:
+        connection.mark_authenticated()
 
 
 @dataclass(slots=True)

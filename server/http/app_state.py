@@ -15,6 +15,7 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import JobView, ResultCache
 from ..core.limits import is_large
+from ..core.peers import PeerConnections
 from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
@@ -39,6 +40,7 @@ class AppState:
     shared: SharedState
     watch: Watch
     pages: PageRenderer
+    peers: PeerConnections
     tasks: TaskSupervisor = field(default_factory=TaskSupervisor)
     cache: ResultCache = field(default_factory=ResultCache)
 

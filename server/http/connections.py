@@ -11,12 +11,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from hangwatch.protocol.local_peer import find_peer_uid
-
 from ..core import limits
 from ..core.limits import BODY_S, HEAD_S
+from ..core.peers import PeerSocket
 from ..core.problems import Problem
-from .access import PEER_UID
+from .access import CONNECTION, PEER_UID
 from .app_state import AppState
 from .rendering import format_response
 
@@ -25,11 +24,12 @@ CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Closes a connection if a request is not complete in time, or is larger than allowed without
-    its body. uvicorn itself limits only the time between two requests, and keeps any headers in
-    memory. A request that arrives in one piece needs no timer here, unlike in a middleware.
+    its body; and soon after a response if no request was accepted yet. uvicorn itself limits only the
+    time between two requests, and keeps any headers in memory. A request that arrives in one piece
+    needs no timer here, unlike in a middleware.
     """
 
-    _peer_uid: int | None = None
+    _connection: PeerSocket | None = None  # None: another listener has accepted it
     _exceeded: limits.Limit | None = None
     _head_bytes: int = 0  # bytes since the last complete request, other than its body
     _timeout_s: float = 0.0  # the limit for the client's next data; 0: none is expected
@@ -41,14 +41,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._state.token is None:  # requests are accepted by the user who sends them
-            self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
+        self._connection = self._state.peers.find(transport)
         self._set_timeout(HEAD_S)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         scope: Any = self.scope  # ASGI allows further keys
-        scope[PEER_UID] = self._peer_uid
+        scope[PEER_UID] = None if self._connection is None else self._connection.uid
+        scope[CONNECTION] = self._connection
 
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
@@ -106,6 +106,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             # uvicorn keeps a dozen objects of a request until the next one. With 12,500
             # connections, the garbage collector would scan all of them repeatedly.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
+            if self._connection is not None and not self._connection.is_authenticated:
+                self._set_timeout(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timeout(0.0)
@@ -114,7 +116,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # the client reset, and the garbage collector rarely scans old objects.
         self._unset_keepalive_if_required()
         self.pipeline.clear()
-        self.cycle = self.flow = None  # type: ignore[assignment]  # as before the connection
+        self.cycle = self.flow = self._connection = None  # type: ignore[assignment]  # as before the connection
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s == self._timeout_s:

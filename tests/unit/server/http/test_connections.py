@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from hangwatch.server.core.peers import PeerConnections
 from hangwatch.server.core.supervision import Counters
 from hangwatch.server.http import connections
 from hangwatch.server.http.app_state import AppState
@@ -41,8 +42,9 @@ class RecordingTransport(asyncio.Transport):
 
 
 def make_protocol(*args: Any, **kwargs: Any) -> connections.LimitedHttpProtocol:
-    shared = SimpleNamespace(counters=Counters())
-    state = SimpleNamespace(token="token", shared=shared)
+    counters = Counters()
+    peers = PeerConnections(counters.refusals_by_limit)
+    state = SimpleNamespace(shared=SimpleNamespace(counters=counters), peers=peers)
     return connections.LimitedHttpProtocol(*args, state=cast(AppState, state), **kwargs)
 
 
