@@ -55,8 +55,6 @@ class Reply:
     status: int
     headers: Mapping[str, str]  # the names are in lower case
     body: bytes
-    # The sender is a process of this user or of root on this machine, or knows the token.
-    is_proven: bool = False
 
     def get_header(self, name: str) -> str:
         """The value of a header; empty if there is none."""
@@ -85,8 +83,10 @@ class SignedClient:
         self._path_prefix = parts.path
         # The server's time by its last proven reply, and when that came on this host's clock.
         self._server_time, self._server_time_at = UNKNOWN_TIME, 0.0
-        self._is_trusted_peer = False  # the connection leads to a process of this user or of root
-        self._is_proven = False  # the last reply on this connection was
+        # The last reply on this connection came from a process of this user or of root on this
+        # machine, or proves that its sender knows the token. Earlier replies prove nothing of it.
+        self.is_server_known = False
+        self._is_trusted_peer = False  # such a process is at the other end
         self._deadline = math.inf  # the current request's; -inf if it was ended
         self._idle_since = math.inf
         self._socket: socket.socket | None = None  # the current request's
@@ -110,7 +110,7 @@ class SignedClient:
         """The complete reply. ``path`` comes behind the server's address. ``read_timeout_s`` limits
         a pause of the server; the whole exchange takes at most `DEADLINE_FACTOR` times as long, if
         `enforce_deadline` is called meanwhile. Before a confidential request is sent, the last reply
-        on the same connection must have been proven. Raises TransportError.
+        on the same connection must have proven itself. Raises TransportError.
         """
         timeout_s = read_timeout_s or self._timeout_s
         request = (method, path, body, headers or {}, timeout_s, is_confidential)
@@ -119,7 +119,7 @@ class SignedClient:
         except NewConnectionError:
             self._exchange("GET", PROOF_PATH, b"", {}, self._timeout_s, is_confidential=False)
             reply = self._exchange(*request)
-        if reply.status == STALE_STATUS and reply.is_proven:
+        if reply.status == STALE_STATUS and self.is_server_known:
             # The server was restarted, or has not been contacted yet: nothing was applied, and its
             # reply gave the time for which the request must be signed.
             reply = self._exchange(*request)
@@ -169,14 +169,14 @@ class SignedClient:
             if not is_complete:
                 self._connection.close()
         reply_headers = {name.lower(): value for name, value in response.headers.items()}
-        self._is_proven = self._is_trusted_peer
+        self.is_server_known = self._is_trusted_peer
         if self._credential is not None and signed is not None:
             proof = reply_headers.get(PROOF_HEADER.lower(), "")
             proven_time = self._credential.verify_proof(signed, response.status, received, proof)
             if proven_time is not None:
-                self._is_proven = True
+                self.is_server_known = True
                 self._server_time, self._server_time_at = proven_time, time.monotonic()
-        return Reply(response.status, reply_headers, received, self._is_proven)
+        return Reply(response.status, reply_headers, received)
 
     def enforce_deadline(self) -> None:
         """Ends a request that takes too long; called from another thread. A socket's timeout limits
@@ -199,20 +199,20 @@ class SignedClient:
             poll = select.poll()
             poll.register(opened, select.POLLIN)
             if not poll.poll(0):  # the server has not closed it
-                if is_confidential and not self._is_proven:
+                if is_confidential and not self.is_server_known:
                     raise NewConnectionError("the server's last reply did not prove itself")
                 return opened
         self._connection.close()
         self._connection.connect()
         opened = self._connection.sock
         assert opened is not None
-        self._is_trusted_peer = self._is_proven = is_trusted_peer(opened, self._timeout_s)
-        if not self._is_proven and is_loopback_peer(opened) and self._credential is None:
+        self._is_trusted_peer = self.is_server_known = is_trusted_peer(opened, self._timeout_s)
+        if not self.is_server_known and is_loopback_peer(opened) and self._credential is None:
             raise TransportError(
                 "a process of another user listens there, and nothing is sent to it: start"
                 " hangwatch-server as the user of the job, or give it a token with --token"
             )
-        if is_confidential and not self._is_proven:
+        if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server has not proven itself on this connection")
         return opened
 

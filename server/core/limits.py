@@ -105,7 +105,8 @@ PEER_CONNECTIONS = Limit(
     "peer_connections",
     AGENTS.maximum + WAITING_AGENTS.maximum,
     "connections",
-    "of one address, or of one other user of this machine, and half of the server's open files",
+    "of one address, or of one other user of this machine; half of the server's open files, if these"
+    " are fewer",
     429,
 )
 PROCESSES = Limit("processes", 1 << 18, "processes", "in a server's memory", 429)

@@ -72,7 +72,7 @@ class ThrottledListener(socket.socket):
         if not self._accepted and not self._refused:
             asyncio.get_running_loop().call_soon(self._end_pass)
         while self._accepted < ACCEPTED_PER_PASS and self._refused < REFUSED_PER_PASS:
-            descriptor, address = self._accept()
+            descriptor, address = self._accept()  # type: ignore[attr-defined] # as `socket.accept`
             connection = PeerSocket(self.family, self.type, self.proto, descriptor)
             if self.peers is None or self.peers.admit(connection, address):
                 self._accepted += 1

@@ -58,6 +58,7 @@ def hold_connections(port: int, count: int, seconds: float) -> int:
 def test_connections_of_another_user_delay_no_verdict(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
+    """SECURITY.md: a peer takes no connections from others."""
     server = Server(tmp_path, ("--stall-after", f"{STALL_AFTER_S:g}", *flags), max_files=MAX_FILES)
     try:
         server.start()

@@ -77,6 +77,7 @@ def make_heartbeat(number: int = 1, *, job: str = "victim", full: bool = True) -
 def test_relay_of_one_exchange_gives_no_orders(
     server: Server, agent_testbed: AgentTestbed, path: str, repeats_proof: bool
 ) -> None:
+    """SECURITY.md: each reply proves itself."""
     environ = agent_testbed.make_environ(HANGWATCH_TOKEN=TOKEN)
     rank = agent_testbed.start_rank(0, "sleep", env=environ)
     ticks = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -111,7 +112,9 @@ def make_sent(body: bytes, path: str, server_time: ServerTime) -> dict[str, str]
 
 
 def test_recorded_request_is_refused_later(server: Server) -> None:
-    """To the same server, to another path, after a while, and to a server that was restarted."""
+    """To the same server, to another path, after a while, and to a server that was restarted.
+    SECURITY.md: a recorded request is worth nothing.
+    """
     url, body = find_plain_url(server), make_heartbeat()
     now = fetch_server_time(url, CREDENTIAL)
     recorded = make_sent(body, HEARTBEAT_PATH, now)

@@ -180,7 +180,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
                 retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             )
-        if self.target.token and not response.is_proven:
+        if self.target.token and not self._client.is_server_known:
             problem = (
                 f"{self.target} did not prove that it knows the token: nothing in its reply is"
                 " applied"
@@ -191,7 +191,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
             return HeartbeatOutcome(problem=problem)
-        if reply.commands and not response.is_proven:
+        if reply.commands and not self._client.is_server_known:
             reply = replace(reply, commands=())
             self._warn_once(
                 f"the orders of {self.target} are ignored: it has no token to prove that it is the"

@@ -261,9 +261,9 @@ class CommandPoll:
                     {"Content-Type": "application/json"},
                     read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
                 )
-                if reply.status == 200 and reply.is_proven:
+                if reply.status == 200:
                     commands = decode_commands(reply.parse_json()["commands"])
-            if commands is None:
+            if commands is None or (commands and not client.is_server_known):
                 # The next reply to a heartbeat permits another attempt.
                 self._is_permitted.clear()
                 continue

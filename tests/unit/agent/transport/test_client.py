@@ -13,7 +13,28 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Uplink
-from hangwatch.agent.transport.client import DEADLINE_FACTOR, MAX_REPLY_BYTES, ServerTarget
+from hangwatch.agent.transport import client
+from hangwatch.agent.transport.client import (
+    DEADLINE_FACTOR,
+    MAX_REPLY_BYTES,
+    NewConnectionError,
+    ServerTarget,
+    SignedClient,
+)
+from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
+from hangwatch.protocol.request_signing import (
+    PROOF_HEADER,
+    UNKNOWN_TIME,
+    Credential,
+    ServerTime,
+    SignedRequest,
+)
+from tests.simulation.http_receiver import (
+    HttpReceiver,
+    HttpReply,
+    ReceivedRequest,
+    make_json_reply,
+)
 
 TIMEOUT_S = 0.5
 CHUNK = b"x" * 65536
@@ -129,3 +150,56 @@ def test_uplink_works_after_a_hostile_reply() -> None:
 
 def send_valid_reply(connection: socket.socket) -> None:
     connection.sendall(b'HTTP/1.1 200 OK\r\ncontent-length: 18\r\n\r\n{"interval_s":1.5}')
+
+
+class SometimesSigningServer(HttpReceiver):
+    """Signs its replies as long as `signs`."""
+
+    signs = True
+    status = 200
+
+    def make_reply(self, request: ReceivedRequest) -> HttpReply:
+        reply = make_json_reply({}, self.status)
+        signed = SignedRequest.from_header(request.headers["authorization"])
+        if signed is None or not self.signs:
+            return reply
+        credential = Credential.from_token("secret")
+        proof = credential.make_proof(signed, reply.status, reply.body, ServerTime("run", 7.0))
+        return make_json_reply({}, self.status, **{PROOF_HEADER: proof})
+
+
+def test_stacks_are_sent_only_after_a_signed_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SECURITY.md: stacks are sent only after the last reply on the same connection was signed."""
+    monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
+    with SometimesSigningServer() as server:
+        target = ServerTarget(base_url=server.url, token="secret")
+        with contextlib.closing(SignedClient(target, TIMEOUT_S)) as signing:
+
+            def send_stacks(stacks: bytes) -> None:
+                signing.send_request("POST", HEARTBEAT_PATH, stacks, is_confidential=True)
+
+            send_stacks(b"first")
+            server.signs = False
+            send_stacks(b"second")  # the server is known by its last reply
+            assert not signing.is_server_known
+            with pytest.raises(NewConnectionError):
+                send_stacks(b"third")
+    assert [request.body for request in server.requests] == [b"", b"first", b"second", b""]
+
+
+def test_only_a_signed_refusal_gives_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is signed again for the run in the refusal, once."""
+    monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
+    for signs, runs in ((True, ["", "run"]), (False, [""])):
+        with SometimesSigningServer() as server:
+            server.signs, server.status = signs, 425
+            target = ServerTarget(base_url=server.url, token="secret")
+            with contextlib.closing(SignedClient(target, TIMEOUT_S)) as signing:
+                assert signing.send_request("POST", HEARTBEAT_PATH, b"{}").status == 425
+        times = [
+            ServerTime.from_text(signed.time_text) or UNKNOWN_TIME
+            for request in server.requests
+            if (signed := SignedRequest.from_header(request.headers["authorization"]))
+        ]
+        assert [time.run for time in times] == runs
+        assert not signs or 7.0 <= times[1].at_s < 7.0 + TIMEOUT_S
