@@ -55,6 +55,10 @@ class Relay:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> RelayRecord:
         """What passed, once its time is over."""
         assert self._thread is not None
