@@ -37,12 +37,18 @@ class _Peer:
 
 
 class PeerSocket(socket.socket):
-    """The server's end of a connection."""
+    """The server's end of a connection. ``uid`` is the user at the other end, if that is on this
+    machine.
+    """
 
-    uid: int | None = None  # the user at the other end, if that is on this machine
-    peer: _Peer | None = None  # None: not limited
-    peers: PeerConnections | None = None  # which has it until it is closed
-    is_authenticated: bool = False  # a request on it was accepted
+    __slots__ = ("is_authenticated", "peer", "peers", "uid")  # there may be 12,500 of them
+
+    def __init__(self, family: int, kind: int, protocol: int, descriptor: int) -> None:
+        super().__init__(family, kind, protocol, descriptor)
+        self.uid: int | None = None
+        self.is_authenticated = False  # a request on it was accepted
+        self.peer: _Peer | None = None  # None: not limited
+        self.peers: PeerConnections | None = None  # which has it until it is closed
 
     def close(self) -> None:
         if self.peers is not None:
