@@ -24,7 +24,14 @@ from .app import build_app
 from .core import limits, load
 from .core.load import ThrottledListener
 from .http.connections import HttpServer
-from .settings import TEST_ALERT_FLAG, Settings, SettingsError, load_settings, reveal_secret
+from .settings import (
+    TEST_ALERT_FLAG,
+    Settings,
+    SettingsError,
+    find_config_file,
+    load_settings,
+    reveal_secret,
+)
 from .storage.database import StoreError
 from .storage.store import Store
 
@@ -192,9 +199,10 @@ def kept_token(data_dir: Path) -> str:
 
 def announce(settings: Settings, base_url: str, token: str | None) -> None:
     """Prints the line that training jobs need to stdout, and messages for users to stderr."""
+    config_file = find_config_file()
     print(
         f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
-        f" {settings.data_dir}",
+        f" {settings.data_dir}" + (f", settings from {config_file}" if config_file else ""),
         file=sys.stderr,
         flush=True,
     )

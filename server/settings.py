@@ -33,6 +33,7 @@ from pydantic_settings import (
 from hangwatch import __version__
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
+from hangwatch.model.ownership import check_ownership
 
 from .alerting import channels
 from .recovery import policy
@@ -176,7 +177,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        return init_settings, env_settings, _OwnTomlFile(settings_cls)
 
     def make_alert_channels(self) -> list[channels.AlertChannel]:
         """The alert channels that the settings name."""
@@ -206,10 +207,8 @@ class Settings(BaseSettings):
 
     @field_validator("alert_command")
     @classmethod
-    def _check_alert_command(cls, value: str | None) -> str | None:
-        if value is not None:
-            channels.check_command(value)
-        return value
+    def _resolve_alert_command(cls, value: str | None) -> str | None:
+        return None if value is None else channels.resolve_command(value)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
@@ -243,6 +242,26 @@ class Settings(BaseSettings):
             slow_limit_s=max(self.slow_limit, self.stall_after),
             startup_after_s=max(self.startup_after, self.stall_after),
         )
+
+
+class _OwnTomlFile(TomlConfigSettingsSource):
+    """The file, which can name commands that the server runs: nobody else may be able to change it."""
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        try:
+            check_ownership(file_path)
+        except PermissionError as error:
+            raise SettingsError(
+                f"{CONFIG_FILE_NAME} is not read, and the server not started: {error}; start it in a"
+                " folder that only you can write"
+            ) from None
+        return super()._read_file(file_path)
+
+
+def find_config_file() -> Path | None:
+    """The file whose settings are used; None if there is none."""
+    file = Path(CONFIG_FILE_NAME).absolute()
+    return file if file.is_file() else None
 
 
 def reveal_secret(secret: SecretStr | None) -> str | None:

@@ -5,11 +5,12 @@ secret has to be created, found or kept. Linux only.
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import struct
 import time
 from typing import Any
+
+from hangwatch.model.ownership import is_trusted_uid
 
 _SOCK_DIAG_BY_FAMILY = 20
 _NETLINK_SOCK_DIAG = 4
@@ -56,7 +57,7 @@ def is_loopback_peer(connection: Any) -> bool:
 
 def is_trusted_peer(connection: Any, accept_timeout_s: float) -> bool:
     """Whether this user or root is at the other end of a connected TCP socket, on this machine."""
-    return find_peer_uid(connection, accept_timeout_s) in (0, os.geteuid())
+    return is_trusted_uid(find_peer_uid(connection, accept_timeout_s))
 
 
 def _request_owner(

@@ -28,11 +28,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 import httpx
 
+from hangwatch.model.ownership import check_ownership
 from hangwatch.report.text import format_site, name_ranks, truncate_end
 
 POST_TIMEOUT_S = 10.0  # the time for the whole request
@@ -198,18 +200,26 @@ def make_channel(url: str, secret: str | None = None) -> AlertChannel:
     return Webhook(address=url, secret=secret)
 
 
-def check_command(line: str) -> None:
-    """Raises ValueError if an alert command is invalid."""
+def resolve_command(line: str) -> str:
+    """The alert command with the path of its program. Raises ValueError if it is invalid, or if other
+    users could change the program.
+    """
     try:
         arguments = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"is not a valid command: {error}") from None
     if not arguments:
         raise ValueError("should begin with a program, and is empty")
-    if shutil.which(arguments[0]) is None:
+    program = shutil.which(arguments[0])
+    if program is None:
         raise ValueError(
             f"should begin with an executable program, and {arguments[0]!r} is not one"
         )
+    try:
+        check_ownership(Path(program))
+    except OSError as error:
+        raise ValueError(f"should begin with a program of your own or of root: {error}") from None
+    return shlex.join([os.path.abspath(program), *arguments[1:]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

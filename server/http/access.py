@@ -13,7 +13,6 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import os
 import secrets
 from collections import deque
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol import request_signing
 from hangwatch.protocol.request_signing import MAX_REQUEST_AGE_S, MAX_REQUEST_LEAD_S, PROOF_HEADER
 
@@ -128,7 +128,7 @@ class Authenticator:
         if path in PUBLIC_PATHS:
             return None
         if token is None:
-            if scope.get(PEER_UID) not in (0, os.geteuid()):
+            if not is_trusted_uid(scope.get(PEER_UID)):
                 return _OTHER_USER.make_response()
             _mark_authenticated(scope)
             return None

@@ -8,7 +8,10 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +27,9 @@ from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 from hangwatch.protocol.request_signing import Credential, derive_job_token
-from tests.harness.other_user import run_as_other_user
-from tests.harness.server import Server, run_server
+from tests.harness.other_user import OTHER_UID, run_as_other_user
+from tests.harness.processes import clean_environment
+from tests.harness.server import COMMAND, Server, run_server
 from tests.harness.signing import fetch_server_time, post_signed
 
 from .node_support import AgentTestbed, open_testbed
@@ -98,6 +102,104 @@ def test_connection_that_is_closed_immediately_is_not_taken_for_root(server: Ser
     run_as_other_user(send_and_close)
     time.sleep(1)
     assert server.get_items("jobs") == []
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder in which everybody may create files, and replace their own, as in /tmp."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        yield Path(folder)
+
+
+def write_settings(folder: Path, owner: int, mode: int = 0o644) -> Path:
+    """Settings that name a command, which leaves a file; returns that file."""
+    mark = folder / "mark"
+    file = folder / "hangwatch.toml"
+    file.write_text(f"alert_command = '/bin/touch {mark}'\n")
+    file.chmod(mode)
+    os.chown(file, owner, -1)
+    return mark
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "folder_owner", "folder_mode", "problem"),
+    [
+        (OTHER_UID, 0o644, 0, 0o1777, "hangwatch.toml belongs to another user"),
+        (OTHER_UID, 0o644, 0, 0o755, "hangwatch.toml belongs to another user"),
+        (0, 0o666, 0, 0o755, "hangwatch.toml can be written by other users"),
+        (0, 0o664, 0, 0o755, "hangwatch.toml can be written by other users"),
+        (0, 0o644, OTHER_UID, 0o755, "belongs to another user"),
+        (0, 0o644, 0, 0o775, "can be written by other users"),
+        (0, 0o644, 0, 0o755, ""),
+        (0, 0o644, 0, 0o1777, ""),
+    ],
+)
+def test_settings_that_others_can_change_are_not_read(
+    shared_folder: Path, owner: int, mode: int, folder_owner: int, folder_mode: int, problem: str
+) -> None:
+    """SECURITY.md: "Settings come only from files that nobody else can change."
+
+    A server that root starts in such a folder runs no command that another user wrote there.
+    """
+    mark = write_settings(shared_folder, owner, mode)
+    os.chown(shared_folder, folder_owner, -1)
+    shared_folder.chmod(folder_mode)
+    done = run_server_command("--test-alert", cwd=shared_folder)
+    assert (done.returncode, mark.exists()) == ((2, False) if problem else (0, True)), done.stderr
+    assert problem in done.stderr
+
+
+def test_settings_behind_a_link_of_another_user_are_not_read(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    mark = write_settings(tmp_path, 0)
+    link = shared_folder / "hangwatch.toml"
+    link.symlink_to(tmp_path / "hangwatch.toml")
+    os.chown(link, OTHER_UID, -1, follow_symlinks=False)
+    assert run_server_command("--test-alert", cwd=shared_folder).returncode == 2
+    assert not mark.exists()
+    os.chown(link, 0, -1, follow_symlinks=False)
+    assert run_server_command("--test-alert", cwd=shared_folder).returncode == 0
+    assert mark.exists()
+
+
+def test_alert_command_of_another_user_is_refused(shared_folder: Path) -> None:
+    """SECURITY.md: "nor with an `--alert-command` whose program is such a file"."""
+    program = shared_folder / "notify"
+    shutil.copy("/bin/true", program)
+    flags = ("--test-alert", "--alert-command", str(program))
+    assert run_server_command(*flags, cwd=Path("/")).returncode == 0
+    os.chown(program, OTHER_UID, -1)
+    done = run_server_command(*flags, cwd=Path("/"))
+    assert (done.returncode, f"{program} belongs to another user" in done.stderr) == (2, True)
+
+
+def test_start_line_names_the_file_with_the_settings(tmp_path: Path) -> None:
+    """SECURITY.md: "Its start line names the file that it read."."""
+    write_settings(tmp_path, 0)
+    with run_server(tmp_path) as running:
+        first_line = running.read_log().splitlines()[0]
+        assert first_line.endswith(f", settings from {tmp_path}/hangwatch.toml")
+
+
+def run_server_command(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *flags], cwd=cwd, env=clean_environment(), capture_output=True, text=True
+    )
+
+
+def test_user_that_a_namespace_does_not_map_trusts_nobody(tmp_path: Path) -> None:
+    """SECURITY.md: "A user whom a namespace does not map trusts nobody."."""
+    running = Server(tmp_path, command=("unshare", "--user", str(COMMAND)))
+    try:
+        running.start()
+        assert run_as_other_user(lambda: request(running.url, "GET", "/healthz"))[0] == 200
+        status, text = run_as_other_user(lambda: request(running.url, "GET", "/api/v1/jobs"))
+        assert (status, "--token" in text) == (403, True)
+        assert request(running.url, "GET", "/api/v1/jobs")[0] == 403
+    finally:
+        running.stop()
 
 
 def find_free_port() -> int:

@@ -13,14 +13,14 @@ import ctypes
 import functools
 import hashlib
 import json
-import os
 import platform
-import stat
 import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hangwatch.model.ownership import check_ownership
 
 Environment = Mapping[str, str]
 
@@ -102,19 +102,7 @@ def verify_library(library_path: Path) -> None:
 
     Loading an incomplete library, which a power failure can leave, kills the process (SIGBUS).
     """
-    for path in (library_path, library_path.parent):
-        status = os.stat(path)
-        is_foreign = status.st_uid not in (os.getuid(), 0)
-        if is_foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(
-                f"{path} can be written by other users, so it is not loaded (chmod go-w)"
-            )
-    for folder in library_path.parent.resolve().parents:
-        if os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise PermissionError(
-                f"{folder} can be written by all users, so {library_path} is not loaded"
-                f" (chmod o-w {folder})"
-            )
+    check_ownership(library_path)
     content = library_path.read_bytes()
     if content[-_DIGEST_BYTES:] != _compute_digest(content[:-_DIGEST_BYTES]):
         raise OSError(f"{library_path} is incomplete: hangwatch doctor builds it again")
