@@ -29,6 +29,7 @@ from .stacks.sampler import StackSampler
 from .system.runtime import AgentLog, WakeupSelector
 
 HEARTBEAT_INTERVAL_NS = 500_000_000  # used until the server sets another one
+_MIN_FULL_INTERVAL_NS = 1_000_000_000  # a server may request everything again and again
 _ABSENT_SERVER_TIMEOUT_S = 30.0  # how long the agent stays with something left to report
 _LAST_HEARTBEAT_TIMEOUT_S = 2.0  # short, since whatever stops this agent waits for it
 _MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
@@ -90,6 +91,7 @@ class NodeAgent:
         )
         self._outage = OutageTracker(folder / run_dir.NOTICE_NAME, log)
         self._in_flight: Heartbeat | None = None
+        self._next_full_ns = 0
         self.is_stop_requested = False
 
     def request_stop(self) -> None:
@@ -167,6 +169,8 @@ class NodeAgent:
         if self._composer.is_full_due or reading_age_ns > _MAX_READING_AGE_NS:
             self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
+        if self._in_flight.full:
+            self._next_full_ns = now_ns + _MIN_FULL_INTERVAL_NS
         is_urgent = self._schedule.start_report(
             self._watchlist.watched.values(), now_ns + HEARTBEAT_INTERVAL_NS
         )
@@ -200,8 +204,8 @@ class NodeAgent:
             reply, self._watchlist.watched.values(), now_ns, is_steady=self._scanner.is_steady
         )
         if reply.resync:
-            if not self._composer.is_full_due:
-                self._schedule.bring_forward(now_ns)
+            due_ns = self._schedule.next_ns if self._composer.is_full_due else now_ns
+            self._schedule.delay(max(due_ns, self._next_full_ns))
             self._composer.request_full()
         else:
             self._composer.mark_acked(now_ns)

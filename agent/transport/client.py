@@ -19,6 +19,7 @@ import json
 import math
 import select
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ from hangwatch.protocol.request_signing import (
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host
+MAX_UNPROVEN_REPLY_BYTES = 64 << 10  # the limit of one whose commands are ignored
+MAX_CPU_S = 0.5  # of a whole exchange: a reply may come in millions of chunks
 DEADLINE_FACTOR = 2.0  # the limit of a whole exchange, relative to that of a pause within it
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -88,6 +91,7 @@ class SignedClient:
         self.is_server_known = False
         self._is_trusted_peer = False  # such a process is at the other end
         self._deadline = math.inf  # the current request's; -inf if it was ended
+        self._cpu_clock, self._cpu_limit_s = 0, math.inf  # of the thread that sends it
         self._idle_since = math.inf
         self._socket: socket.socket | None = None  # the current request's
         is_encrypted = parts.scheme == "https"
@@ -141,6 +145,8 @@ class SignedClient:
             server_time = replace(self._server_time, at_s=self._server_time.at_s + passed_s)
             signed = self._credential.sign_request(method, path, body, server_time)
             headers = {**headers, "Authorization": signed.header}
+        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._cpu_limit_s = time.thread_time() + MAX_CPU_S
         self._deadline = time.monotonic() + DEADLINE_FACTOR * timeout_s
         is_complete = False
         try:
@@ -176,13 +182,18 @@ class SignedClient:
             if proven_time is not None:
                 self.is_server_known = True
                 self._server_time, self._server_time_at = proven_time, time.monotonic()
+        if not self.is_server_known and len(received) > MAX_UNPROVEN_REPLY_BYTES:
+            raise TransportError("a large reply of a server that has not proven itself")
         return Reply(response.status, reply_headers, received)
 
     def enforce_deadline(self) -> None:
-        """Ends a request that takes too long; called from another thread. A socket's timeout limits
-        each pause of the server only: a reply of one byte a second may last for ever.
+        """Ends a request that takes too long, or too much CPU time; called from another thread. A socket's
+        timeout limits each pause of the server only: a reply of one byte a second may last for ever.
         """
-        if time.monotonic() >= self._deadline:
+        if self._deadline == math.inf:
+            return
+        is_expensive = time.clock_gettime(self._cpu_clock) > self._cpu_limit_s
+        if is_expensive or time.monotonic() >= self._deadline:
             self.abort()
 
     def abort(self) -> None:

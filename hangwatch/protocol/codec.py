@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,12 +18,23 @@ from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
+MAX_COMMANDS = 1024  # of one reply: as many as a node agent remembers, to execute none twice
+
+
+def _parse_number(value: Any) -> float:
+    """Raises ValueError for NaN, which no range excludes, and for infinite numbers."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} where a number should be")
+    return number
+
+
 # The functions that convert a value to the type of a field, by its annotation.
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
-    "int": int,
-    "float": float,
-    "float | None": float,
+    "int": lambda value: value if type(value) is int else int(_parse_number(value)),
+    "float": _parse_number,
+    "float | None": _parse_number,
     "str": str,
     "CommandKind": CommandKind,
 }
@@ -59,13 +71,15 @@ def _field_defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, f.default) for f in dataclasses.fields(kind))
 
 
-# The values that a node agent accepts; others are replaced by the nearest of these.
+# The values that a node agent accepts; others are replaced by the nearest of these. Whatever listens
+# at the server's address, five reports a second are the most that it gets: they cost CPU time.
+MIN_INTERVAL_S = 0.2
 _RANGES: dict[str, tuple[float, float]] = {
-    "interval_s": (0.05, 60.0),
-    "steady_s": (0.0, 60.0),
-    "changes_s": (0.0, 60.0),
+    "interval_s": (MIN_INTERVAL_S, 60.0),
+    "steady_s": (MIN_INTERVAL_S, 60.0),
+    "changes_s": (MIN_INTERVAL_S, 60.0),
     "details_s": (0.0, 600.0),
-    "poll_s": (0.0, 60.0),
+    "poll_s": (1.0, 60.0),
     "step": (1, math.inf),
     "max_calls": (-math.inf, 2048),
     "seconds": (-math.inf, MAX_RECORDING_S),
@@ -81,8 +95,9 @@ def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
 
 
 def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
-    """The commands in a reply. Raises TypeError or ValueError if one is malformed."""
-    return tuple([Command(**_decode_fields(Command, item)) for item in items])
+    """The first `MAX_COMMANDS` commands in a reply. Raises TypeError or ValueError if one is malformed."""
+    first = itertools.islice(items, MAX_COMMANDS)
+    return tuple([Command(**_decode_fields(Command, item)) for item in first])
 
 
 def _decode_fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:

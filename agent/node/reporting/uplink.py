@@ -13,7 +13,7 @@ import queue
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -42,6 +42,8 @@ CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
+_UNPROVEN_INTERVAL_S = 0.5  # the shortest interval between heartbeats to a server that is not known
+_MAX_CPU_SHARE = 0.05  # of a core, for the replies of such a server
 _MAX_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
 _MAX_RETRY_AFTER_S = 60.0
@@ -153,7 +155,34 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
             self._client = SignedClient(target, self._timeout_s)
 
     def _send_to_target(self, post: HeartbeatPost) -> HeartbeatOutcome:
+        """Whatever a server replies that has not proven itself, it takes little of this host's CPU time."""
         body, headers = encode_body(post.content, urgent=post.urgent)
+        began_cpu_s = time.thread_time()
+        outcome = self._exchange(post, body, headers)
+        if self._client.is_server_known:
+            return outcome
+        pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+        if outcome.reply is None:
+            return replace(outcome, retry_after_s=max(outcome.retry_after_s, pause_s))
+        reply = outcome.reply
+        shortest_s = max(_UNPROVEN_INTERVAL_S, pause_s)
+        reply = replace(
+            reply,
+            commands=(),
+            interval_s=max(reply.interval_s, shortest_s),
+            steady_s=None if reply.steady_s is None else max(reply.steady_s, shortest_s),
+            poll_s=None,
+        )
+        if outcome.reply.commands:
+            self._warn_once(
+                f"the orders of {self.target} are ignored: it has no token to prove that it is the"
+                " job's"
+            )
+        return replace(outcome, reply=reply)
+
+    def _exchange(
+        self, post: HeartbeatPost, body: bytes, headers: Mapping[str, str]
+    ) -> HeartbeatOutcome:
         sent_s = time.monotonic()
         try:
             response = self._client.send_request(
@@ -191,12 +220,6 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
             return HeartbeatOutcome(problem=problem)
-        if reply.commands and not self._client.is_server_known:
-            reply = replace(reply, commands=())
-            self._warn_once(
-                f"the orders of {self.target} are ignored: it has no token to prove that it is the"
-                " job's"
-            )
         return HeartbeatOutcome(reply=reply, sent_s=sent_s, answered_s=answered_s)
 
 
@@ -210,6 +233,11 @@ def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]
         body = gzip.compress(body, 1)
         headers["Content-Encoding"] = "gzip"
     return body, headers
+
+
+def compute_pause_s(cpu_s: float) -> float:
+    """How long to wait after an exchange that took this much CPU time."""
+    return cpu_s / _MAX_CPU_SHARE
 
 
 def parse_retry_after_s(header: str) -> float:

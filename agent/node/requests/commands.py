@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
-from hangwatch.protocol.codec import decode_commands
+from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, allows_abort
 from hangwatch.protocol.heartbeat import (
     COMMANDS_PATH,
@@ -28,15 +28,16 @@ from hangwatch.ring.reader import Caller
 from ...transport.client import ServerTarget, SignedClient
 from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
-from ..reporting.uplink import CommandReply, Outbox
+from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler
 from ..system.runtime import AgentLog
 from .recordings import RecordingOrder, RecordingWorker
 from .traces import UNKNOWN_PROCESS, TraceRequests
 
-_MAX_REMEMBERED_COMMANDS = 1024
 _POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server has waited
+# From the beginning of one request for commands to the next: a server may answer immediately.
+_MIN_POLL_INTERVAL_S = 0.25
 ABORT_SIGNAL = signal.SIGKILL
 _EXIT_TIMEOUT_S = 5  # a signal without effect is reported after this time
 
@@ -54,9 +55,7 @@ class CommandExecutor:
     outbox: Outbox
     log: AgentLog
     abort_tracker: AbortTracker = field(default_factory=lambda: AbortTracker())
-    _executed_ids: deque[str] = field(
-        default_factory=lambda: deque(maxlen=_MAX_REMEMBERED_COMMANDS)
-    )
+    _executed_ids: deque[str] = field(default_factory=lambda: deque(maxlen=codec.MAX_COMMANDS))
 
     def execute_command(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
@@ -215,7 +214,7 @@ class CommandPoll:
         self._is_permitted = threading.Event()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._closing = threading.Event()
 
     def permit(self, wait_s: float | None, target: ServerTarget) -> None:
         """The server waits up to ``wait_s`` seconds for commands; None: it does not."""
@@ -230,10 +229,12 @@ class CommandPoll:
             self._thread.start()
 
     def take_commands(self) -> list[Command]:
+        if self._client is not None:
+            self._client.enforce_deadline()
         return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     def close(self) -> None:
-        self._is_closed = True
+        self._closing.set()
         self._is_permitted.set()
         if self._thread is not None:
             if (client := self._client) is not None:
@@ -244,7 +245,7 @@ class CommandPoll:
         target = client = None
         while True:
             self._is_permitted.wait()
-            if self._is_closed:
+            if self._closing.is_set():
                 break
             if client is None or self._target is not target:
                 if client is not None:
@@ -253,6 +254,7 @@ class CommandPoll:
                 assert target is not None  # `permit` has set it
                 self._client = client = SignedClient(target, _POLL_TIMEOUT_S)
             commands: tuple[Command, ...] | None = None
+            began_at, began_cpu_s = time.monotonic(), time.thread_time()
             with contextlib.suppress(Exception):  # no reply, or a malformed one
                 reply = client.send_request(
                     "POST",
@@ -262,15 +264,18 @@ class CommandPoll:
                     read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
                 )
                 if reply.status == 200:
-                    commands = decode_commands(reply.parse_json()["commands"])
+                    commands = codec.decode_commands(reply.parse_json()["commands"])
             if commands is None or (commands and not client.is_server_known):
                 # The next reply to a heartbeat permits another attempt.
                 self._is_permitted.clear()
-                continue
-            for command in commands:
-                self._commands.put(command)
-            if commands:
+            elif commands:
+                for command in commands:
+                    self._commands.put(command)
                 self._wake()
+            pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+            pause_s = max(pause_s, began_at + _MIN_POLL_INTERVAL_S - time.monotonic())
+            if self._closing.wait(pause_s):
+                break
         if client is not None:
             client.close()
 

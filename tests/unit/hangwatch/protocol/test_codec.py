@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.protocol.codec import decode_reply, encode_message
+from hangwatch.protocol.codec import MAX_COMMANDS, decode_reply, encode_message
 from hangwatch.protocol.commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply, ProcessUpdate, StreamUpdate
 from hangwatch.server.ingest.heartbeat_checks import decode_heartbeat
@@ -59,10 +59,15 @@ def test_values_out_of_range_are_replaced() -> None:
     reply = decode_reply(
         {"interval_s": 0, "steady_s": 1e9, "poll_s": None, "details_s": -1, "commands": [command]}
     )
-    assert (reply.interval_s, reply.steady_s, reply.poll_s, reply.details_s) == (0.05, 60, None, 0)
+    assert (reply.interval_s, reply.steady_s, reply.poll_s, reply.details_s) == (0.2, 60, None, 0)
     (made,) = reply.commands
     assert (made.id, made.step, made.since_s, made.max_calls) == ("1", 1, 0.0, 2048)
     assert (made.seconds, made.rate) == (MAX_RECORDING_S, MAX_RECORDING_HZ)
+
+
+def test_reply_has_as_many_commands_as_are_remembered() -> None:
+    commands = [{"id": str(number), "kind": "stacks", "key": "1-1"} for number in range(60_000)]
+    assert len(decode_reply({"commands": commands}).commands) == MAX_COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,9 @@ def test_values_out_of_range_are_replaced() -> None:
     [
         {"interval_s": None},
         {"interval_s": "soon"},
+        {"interval_s": float("nan")},
+        {"clock_s": float("inf")},
+        {"commands": [{"id": "a", "kind": "calls", "key": "1-1", "from_seq": float("inf")}]},
         {"commands": 1},
         {"commands": [1]},
         {"commands": [{"kind": "calls", "key": "1-1"}]},
