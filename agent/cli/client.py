@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
 from hangwatch.report.text import abbreviate_list
 
 from ..transport.client import ServerTarget, TargetError, parse_targets
@@ -77,10 +78,29 @@ class Client:
             headers={"Accept": "application/json", **server.auth_headers},
             timeout=_TIMEOUT_S,
             trust_env=False,  # the environment's proxy leads out of the cluster
+            event_hooks={"request": [self._check_connections]},
         )
 
     def close(self) -> None:
         self._http.close()
+
+    def _check_connections(self, request: httpx.Request) -> None:
+        """Has each new connection of a request checked before the token is sent on it. A server with
+        https proves by its certificate whose it is.
+        """
+        if self.server.token and request.url.scheme == "http":
+            request.extensions = {**request.extensions, "trace": self._check_connection}
+
+    def _check_connection(self, event: str, details: Mapping[str, Any]) -> None:
+        if event != "connection.connect_tcp.complete":
+            return
+        connection = details["return_value"].get_extra_info("socket")
+        if is_loopback_peer(connection) and not is_trusted_peer(connection, _PROBE_TIMEOUT_S):
+            connection.close()
+            raise RefusedError(
+                f"a process of another user listens at {self.server}, and the token is not sent to"
+                " it: if it is the server, give its address as other hosts do, or serve it by https"
+            )
 
     def get(self, path: str, **query: object) -> dict[str, Any]:
         """The document at ``/api/v1/path``; parameters that are None are left out."""

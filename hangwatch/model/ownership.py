@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+_DEFAULT_OVERFLOW_UID = 65534
 _ALL_UIDS = (1 << 32) - 1  # -1 is none
 
 
@@ -23,7 +24,10 @@ def is_trusted_uid(uid: int | None) -> bool:
 
 @functools.cache
 def _read_overflow_uid() -> int:
-    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except OSError:  # systemd can hide /proc/sys
+        return _DEFAULT_OVERFLOW_UID
 
 
 def _maps_all_users() -> bool:

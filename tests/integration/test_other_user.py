@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from hangwatch.agent.cli.commands.doctor import check_server
+from hangwatch.agent.cli.main import main
 from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport import client
 from hangwatch.agent.transport.client import ServerTarget
@@ -279,6 +281,35 @@ def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, to
     else:
         assert impostor.received == b""
         assert "a process of another user listens there" in log
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["incidents"], ["dump", "0"], ["perf"]], ids=lambda words: words[0]
+)
+def test_commands_send_no_token_to_an_impostor(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SECURITY.md: "The `hangwatch` command does not send it to another user's process"."""
+    impostor = Impostor("", seconds=3.0)
+    impostor.start()
+    time.sleep(0.5)
+    url = f"http://127.0.0.1:{impostor.port}"
+    assert main([*words, "--url", url, "--token", TOKEN]) == 1
+    (finding,) = check_server(url, TOKEN, {})
+    impostor.join(30)
+    assert TOKEN.encode() not in impostor.received
+    assert not finding.ok
+    assert "a process of another user listens" in capsys.readouterr().err
+
+
+def test_commands_send_the_token_to_the_own_server(tmp_path: Path) -> None:
+    with run_server(tmp_path, "--token", TOKEN) as running:
+        url = f"http://127.0.0.1:{urlsplit(running.url).port}"
+        assert main(["status", "--url", url, "--token", TOKEN]) == 0
+        assert [finding.ok for finding in check_server(url, TOKEN, {})] == [True]
+        job_token = derive_job_token(TOKEN, "mine")
+        assert [finding.ok for finding in check_server(url, job_token, {})] == [True]
+        assert [finding.ok for finding in check_server(url, "wrong-token", {})] == [False]
 
 
 def test_server_with_token_is_known_by_its_proof(

@@ -10,6 +10,8 @@ import contextlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
+from hangwatch.protocol.heartbeat import PROOF_PATH
+
 from ...transport.client import (
     Reply,
     ServerTarget,
@@ -81,29 +83,30 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
             target = ServerTarget(base_url=target.base_url, token=token)
         try:
             with contextlib.closing(SignedClient(target, _SERVER_TIMEOUT_S)) as client:
-                headers = target.auth_headers
-                health = client.send_request("GET", "/healthz", headers=headers)
-                jobs = client.send_request("GET", "/api/v1/jobs?limit=1", headers=headers)
-            yield judge_responses(health, jobs, target)
+                health = client.send_request("GET", "/healthz")
+                proof = client.send_request("GET", PROOF_PATH)  # signed: the token is not sent
+            yield judge_responses(health, proof, target)
         except TransportError as error:
             detail, remedy = explain_error(error, target)
             yield Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
-def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:
+def judge_responses(health: Reply, proof: Reply, target: ServerTarget) -> Finding:
     """The finding for the two responses."""
     use_printed_url = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
-    if jobs.status in (401, 403):
+    if proof.status in (401, 403):
         problem = "it requires a token, and none is given"
         if target.token:
             problem = "the token is wrong"
         return report_failure("server", f"{target} answers, but {problem}", use_printed_url)
     try:
-        document = jobs.parse_json() if jobs.status == 200 else None
+        document = proof.parse_json() if proof.status == 200 else None
     except ValueError:
         document = None
-    if health.status != 200 or not isinstance(document, dict) or "items" not in document:
-        detail = f"{target} answers, but not as a hangwatch server ({health.status}, {jobs.status})"
+    if health.status != 200 or document != {}:
+        detail = (
+            f"{target} answers, but not as a hangwatch server ({health.status}, {proof.status})"
+        )
         remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
         return report_failure("server", detail, remedy)
     token_result = "accepts the token" if target.token else "requires no token"

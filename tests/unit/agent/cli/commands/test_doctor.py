@@ -84,14 +84,15 @@ def test_disk_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_server_check_detects_other_services() -> None:
-    def judge(health: int, jobs: int, body: bytes = b"", token: str = "t") -> Finding:
+    def judge(health: int, proof: int, body: bytes = b"", token: str = "t") -> Finding:
         return judge_responses(
             Reply(health, {}, b""),
-            Reply(jobs, {}, body),
+            Reply(proof, {}, body),
             ServerTarget(base_url="http://m", token=token),
         )
 
-    assert judge(200, 200, b'{"items": []}').ok
+    assert judge(200, 200, b"{}").ok
+    assert "not as a hangwatch server" in judge(200, 200, b'{"items": []}').detail
     assert "the token is wrong" in judge(200, 401).detail
     assert "requires a token" in judge(200, 401, token="").detail
     assert "not as a hangwatch server" in judge(200, 200, b"<html>").detail
