@@ -25,11 +25,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from hangwatch.protocol.request_signing import may_report_job
 from tests.harness import job
 from tests.harness.expected import program_path
 from tests.harness.job import SUPPORT_DIR
 from tests.harness.processes import clean_environment, clean_up_job, find_job_processes
-from tests.harness.server import running_server
+from tests.harness.server import Server, running_server
+from tests.simulation.http_receiver import HttpReceiver
 from tests.simulation.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -79,6 +81,26 @@ def test_container_image(path: Path) -> None:
     assert "\nHEALTHCHECK " in text
     for source in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M):
         assert all((DEPLOY.parent / name).exists() for name in source.split())
+
+
+def test_health_check_of_a_training_container_sends_no_token(tmp_path: Path) -> None:
+    dockerfile = (DEPLOY / "training.Dockerfile").read_text()
+    healthcheck = re.search(r"HEALTHCHECK[^\[]*\s+CMD (\[.*\])", dockerfile)
+    assert healthcheck is not None
+    command = [sys.executable, *json.loads(healthcheck.group(1))[1:]]
+
+    def check(**variables: str) -> int:
+        env = clean_environment(**variables)
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True).returncode
+
+    assert check() == 0, "the job is not watched"
+    with HttpReceiver() as receiver:
+        url = receiver.url.replace("//", "//:sesame-of-the-test@")
+        assert check(HANGWATCH_URL=url) == 0
+        assert check(HANGWATCH_URL=receiver.url, HANGWATCH_TOKEN="sesame-of-the-test") == 0
+        assert {request.path for request in receiver.requests} == {"/healthz"}
+        assert "sesame" not in repr(receiver.requests)
+    assert check(HANGWATCH_URL=url) == 1
 
 
 def test_compose_file() -> None:
@@ -189,8 +211,24 @@ def test_example_for_an_operator(path: Path) -> None:
     for environment in environments or [document["spec"]["trainer"]["env"]]:
         values = {entry["name"]: entry for entry in environment}
         assert values["HANGWATCH_URL"]["value"].startswith("http://hangwatch")
-        assert "secretKeyRef" in values["HANGWATCH_TOKEN"]["valueFrom"]
-        assert "HANGWATCH_JOB" in values
+        check_job_token(values)
+
+
+def test_example_job_has_its_own_token() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/training-job.yaml").read_text()))
+    for pod in iter_pod_specs(documents):
+        for container in pod["containers"]:
+            check_job_token({entry["name"]: entry for entry in container["env"]})
+
+
+def check_job_token(variables: dict[str, dict[str, Any]]) -> None:
+    """A job's pods do not have the server's token, but one with which they may report their job."""
+    secret = variables["HANGWATCH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"]
+    covered = secret.removeprefix("hangwatch-")
+    assert covered != secret
+    name = variables["HANGWATCH_JOB"].get("value", covered)  # else a label with the job's name
+    assert may_report_job(covered, name.replace("$(RUN)", "1f2e"))
+    assert f"create secret generic {secret} " in (DEPLOY / "README.md").read_text()
 
 
 # ---- systemd, nginx
@@ -207,6 +245,20 @@ def test_systemd_unit(tmp_path: Path) -> None:
     run_command(
         analyze, "security", "--offline=true", "--threshold=20", unit
     )  # of 100; an unconfined service has 96
+
+
+def test_server_without_token_works_under_the_unit(tmp_path: Path) -> None:
+    """It asks the kernel who is at the other end of each connection: that takes a netlink socket."""
+    families = re.search(r"^RestrictAddressFamilies=(.*)", (DEPLOY / UNIT_NAME).read_text(), re.M)
+    assert families is not None
+    names = ",".join(families[1].split())
+    restricted = (*job.PTRACE_REFUSED, f"--families={names}")
+    server = Server(tmp_path, command=(*restricted, str(BIN / "hangwatch-server")))
+    try:
+        server.start()
+        assert server.get_items("jobs") == []
+    finally:
+        server.stop()
 
 
 def test_nginx_forwards_server_and_streams_events(
