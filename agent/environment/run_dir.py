@@ -5,10 +5,12 @@ Standard library only: the training process imports this.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 # The node agent holds its flock as long as it lives; its content is the agent's pid.
@@ -22,6 +24,14 @@ RING_SUFFIX = ".ring"
 STACKS_SUFFIX = ".stacks"  # the stacks that a rank writes of itself
 NO_GIL_TEXT = "without GIL\n"  # a rank without a GIL writes this instead of its stacks
 THREADS_SUFFIX = ".threads"  # the ids and names of its threads
+
+
+# Of the folder's names in a folder that all users may write, such as /dev/shm.
+_NAME_SUFFIXES = ("", *[f"-{number}" for number in range(1, 16)])
+
+
+class TakenNameError(PermissionError):
+    """Another user has a folder, a file or a link of this name."""
 
 
 class RunDirError(OSError):
@@ -42,38 +52,61 @@ def read_start_ticks(pid: int) -> int:
 def ensure_run_dir(url: str) -> Path:
     """The folder for one user, one server and one set of namespaces; created if necessary.
 
-    Containers may share /dev/shm, but not hosts and pids: hence the namespaces.
+    Containers may share /dev/shm, but not hosts and pids: hence the namespaces. There, other users
+    may have taken the name, so there are further ones.
 
-    Raises RunDirError if it cannot be created, or belongs to another user.
+    Raises RunDirError if no folder can be used.
     """
-    problems = []
+    problems: dict[Path, str] = {}  # by root
+    taken: dict[Path, str] = {}  # likewise
     for path in _list_candidates(url):
         root = path.parent.parent
+        if root in problems:
+            continue
         try:
-            make_private_folder(root)
-            # No other user may be able to replace a folder in this one.
-            status = os.stat(root)
-            is_foreign = status.st_uid not in (os.getuid(), 0)
-            if not status.st_mode & stat.S_ISVTX and (is_foreign or status.st_mode & stat.S_IWOTH):
-                raise PermissionError(f"{root} belongs to another user, or can be written by all")
-            for folder in (path.parent, path):
-                make_private_folder(folder)
-                check_owner(folder)
-            probe = path / f".probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            _prepare_run_dir(path)
+        except TakenNameError as error:
+            taken.setdefault(root, str(error))
         except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
+            problems[root] = f"{path}: {error.strerror or error}"
         else:
             return path
     raise RunDirError(
-        f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to a writable one"
+        f"no folder for the rings ({'; '.join({**taken, **problems}.values())}): set"
+        " HANGWATCH_RUN_DIR to a writable one"
     )
+
+
+def _prepare_run_dir(path: Path) -> None:
+    """Raises OSError if the folder cannot be used, TakenNameError if one of another name may be."""
+    root = path.parent.parent
+    make_private_folder(root)
+    # No other user may be able to replace a folder in this one.
+    status = os.stat(root)
+    is_foreign = status.st_uid not in (os.getuid(), 0)
+    if not status.st_mode & stat.S_ISVTX and (is_foreign or status.st_mode & stat.S_IWOTH):
+        raise PermissionError(f"{root} belongs to another user, or can be written by all")
+    for folder in (path.parent, path):
+        with contextlib.suppress(FileExistsError):  # no link is followed
+            folder.mkdir(mode=0o700)
+        check_owner(folder)
+    probe = path / f".probe-{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+
+
+def _is_own_run_dir(path: Path) -> bool:
+    try:
+        check_owner(path.parent)
+        check_owner(path)
+    except OSError:
+        return False
+    return True
 
 
 def find_run_dir(url: str) -> Path | None:
     """The folder that `ensure_run_dir` has created earlier; None if there is none."""
-    return next(filter(Path.is_dir, _list_candidates(url)), None)
+    return next(filter(_is_own_run_dir, _list_candidates(url)), None)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -95,13 +128,15 @@ def check_owner(folder: Path) -> None:
     """Raises PermissionError if another user could replace what is in the folder."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+        raise TakenNameError(f"{folder} belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{folder} can be written by other users (chmod go-w)")
 
 
-def _list_candidates(url: str) -> list[Path]:
-    """The places where the folder may be, the preferred one first."""
+def _list_candidates(url: str) -> Iterator[Path]:
+    """The places where the folder may be, the preferred one first. That is one that exists already: its
+    name may have been the first one that was free, and all ranks must find it.
+    """
     namespaces: list[int] = []
     for kind in ("net", "pid"):
         try:
@@ -113,4 +148,8 @@ def _list_candidates(url: str) -> list[Path]:
     ).hexdigest()
     run_dir = os.environ.get("HANGWATCH_RUN_DIR")
     roots = [run_dir] if run_dir else ["/dev/shm", os.environ.get("TMPDIR", "/tmp")]
-    return [Path(root, f"hangwatch-{os.getuid()}", name) for root in roots]
+    for root in roots:
+        parents = [Path(root, f"hangwatch-{os.getuid()}{suffix}") for suffix in _NAME_SUFFIXES]
+        paths = [parent / name for parent in parents]
+        yield from filter(_is_own_run_dir, paths)
+        yield from paths

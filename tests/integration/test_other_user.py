@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,6 +24,7 @@ import pytest
 
 from hangwatch.agent.cli.commands.doctor import check_server
 from hangwatch.agent.cli.main import main
+from hangwatch.agent.environment.run_dir import ensure_run_dir, find_run_dir
 from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport import client
 from hangwatch.agent.transport.client import ServerTarget
@@ -33,6 +35,7 @@ from tests.harness.other_user import OTHER_UID, run_as_other_user
 from tests.harness.processes import clean_environment
 from tests.harness.server import COMMAND, Server, run_server
 from tests.harness.signing import fetch_server_time, post_signed
+from tests.simulation.waiting import wait_for_value
 
 from .node_support import AgentTestbed, open_testbed
 
@@ -183,6 +186,58 @@ def test_start_line_names_the_file_with_the_settings(tmp_path: Path) -> None:
     with run_server(tmp_path) as running:
         first_line = running.read_log().splitlines()[0]
         assert first_line.endswith(f", settings from {tmp_path}/hangwatch.toml")
+
+
+def test_run_dir_that_another_user_has_taken_is_replaced(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SECURITY.md: "Another user who takes the name of a run dir keeps no job from being watched."."""
+    monkeypatch.setenv("HANGWATCH_RUN_DIR", str(shared_folder))
+    url = "http://127.0.0.1:1"
+    first = ensure_run_dir(url)
+    shutil.rmtree(first.parent)
+    names = [shared_folder / f"{first.parent.name}{suffix}" for suffix in ("", "-1", "-2", "-3")]
+    target = shared_folder / "target"
+
+    def take_names() -> None:
+        names[0].mkdir(mode=0o777)
+        names[1].write_text("")
+        names[2].symlink_to(target)
+        names[3].symlink_to(shared_folder / "missing")
+        target.mkdir()
+        target.chmod(0o777)
+        (target / first.name).mkdir()
+
+    run_as_other_user(take_names)
+    assert find_run_dir(url) is None, "no link is followed"
+    made = ensure_run_dir(url)
+    assert made == shared_folder / f"{first.parent.name}-4" / first.name
+    assert [path.name for path in target.iterdir()] == [first.name]
+    run_as_other_user(names[1].unlink)
+    assert ensure_run_dir(url) == find_run_dir(url) == made, "as the ranks that run already"
+
+
+def test_rank_is_watched_where_another_user_has_taken_the_name(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    """With a real job, its node agent and a real server."""
+    run_as_other_user(lambda: (shared_folder / "hangwatch-0").mkdir())
+    with run_server(tmp_path / "server") as running:
+        code = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); input()"
+        environ = clean_environment(
+            HANGWATCH_URL=running.url,
+            HANGWATCH_RUN_DIR=str(shared_folder),
+            RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="localhost",
+            MASTER_PORT="0",
+        )
+        rank = subprocess.Popen([sys.executable, "-c", code], env=environ, stdin=subprocess.PIPE)
+        try:
+            wait_for_value(lambda: running.get_items("ranks"), "the rank is reported", 60.0)
+        finally:
+            rank.communicate(b"\n")
+        assert rank.returncode == 0
 
 
 def run_server_command(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
