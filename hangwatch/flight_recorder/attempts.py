@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from hangwatch.diagnosis.messages import describe_ranks
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.groups import Group, GroupKey, RankTuple
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -112,9 +112,9 @@ def _collect_groups(
                 if len(own_lists) == 1:
                     ranks = own_lists[0]
                 elif calls.desc == "default_pg":
-                    ranks = tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
+                    ranks = RankTuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
                 else:
-                    ranks = tuple(sorted(users[name].difference(*lists)))
+                    ranks = RankTuple(sorted(users[name].difference(*lists)))
             group = Group(
                 name=name,
                 desc=calls.desc,

@@ -42,12 +42,12 @@ from .entries import (
 ARRIVALS_ONLY_BACKEND = "gloo"
 # The major version of the layout, which is not torch's: torch 2.5 writes 2.4, torch 2.13 2.10.
 SUPPORTED_MAJOR = "2"
-MAX_ENTRIES = 1 << 20
+MAX_ENTRIES = 1 << 17  # the recorder keeps 2,000 unless it is told otherwise
+MAX_STREAMS = 1 << 14  # groups, and channels of point-to-point calls
 _MAX_FRAMES = 512
 # The errors of code that reads malformed data.
 PARSE_ERRORS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 # Limits of `find_unfinished_calls`.
-_MAX_SEARCHED_ENTRIES = 1 << 17
 _MAX_GROUPS = 16
 _MAX_SHOWN_TENSORS, _MAX_SHOWN_DIMENSIONS = 8, 16
 _MAX_TEXT = 200
@@ -214,18 +214,21 @@ def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
     descriptions = {entry.group: entry.description for entry in entries}
     groups: dict[GroupInstance, GroupCalls] = {}
     # The recorder's numbers of the groups that had a name one after another, by name.
-    pg_ids_by_name: dict[str, list[str | None]] = {}
+    pg_ids_by_name: dict[str, dict[str | None, int]] = {}
     parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
     unreliable_names: set[str] = set()  # groups whose status counts other calls too
     for entry in entries:
-        name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, [])
-        if entry.pg_id not in pg_ids:
-            groups[name, len(pg_ids)] = GroupCalls(desc=descriptions[name], index=len(pg_ids))
-            pg_ids.append(entry.pg_id)
-        instance = (name, pg_ids.index(entry.pg_id))
+        name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, {})
+        index = pg_ids.setdefault(entry.pg_id, len(pg_ids))
+        instance = (name, index)
+        if instance not in groups:
+            groups[instance] = GroupCalls(desc=descriptions[name], index=index)
         parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
         if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND:
             unreliable_names.add(name)
+    channels = {(entry.group, entry.name) for entry in entries if entry.is_p2p}
+    if len(groups) + len(channels) > MAX_STREAMS:
+        raise ValueError("more groups and channels than a process has")
     oldest_parts = next(iter(parts_by_call.values()), [])
     sites: _SitesByFrames = {}
     for (instance, is_p2p, seq), parts in parts_by_call.items():
@@ -246,7 +249,7 @@ def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
     members = parse_groups(data.get("pg_config") or {}, default_names)
     names_by_pg_id: dict[str, str] = {}
     for name, pg_ids in pg_ids_by_name.items():
-        if (newest_pg_id := pg_ids[-1]) is not None:
+        if (newest_pg_id := next(reversed(pg_ids))) is not None:
             names_by_pg_id[newest_pg_id] = name
     times_ns = [entry.created_ns for entry in entries]
     return FlightDump(
@@ -276,7 +279,7 @@ def find_unfinished_calls(data: object, written_ns: int) -> tuple[UnfinishedCall
     TypeError, KeyError, AttributeError or OverflowError if the data is not a dump.
     """
     entries = data.get("entries") if isinstance(data, Mapping) else None
-    if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_SEARCHED_ENTRIES:
+    if not isinstance(entries, (list, tuple)) or len(entries) > MAX_ENTRIES:
         raise ValueError("it has no list of entries, as Flight Recorder dumps have")
     first_by_group: dict[str, UnfinishedCall] = {}
     for index, fields in enumerate(entries):

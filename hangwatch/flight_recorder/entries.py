@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hangwatch.model.calls import Signature, with_agreement_hash
-from hangwatch.model.groups import DeviceCounters
+from hangwatch.model.groups import DeviceCounters, RankTuple
 from hangwatch.model.operators import (
     FLIGHT_OPERATIONS,
     ListSide,
@@ -31,6 +31,8 @@ from hangwatch.model.operators import (
 Shapes = tuple[tuple[int, ...], ...]
 
 MAX_DUMP_RANKS = 1 << 17
+_MAX_MEMBERS = 2 * MAX_DUMP_RANKS  # of all groups of a dump together
+_CHARS_OF_A_MEMBER = 8  # of a large group, as text
 _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
 _MAX_TEXT_CHARS = 4096
 
@@ -227,12 +229,18 @@ def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
 def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """The members of the groups in ``pg_config`` by name; the default group may have several."""
     groups: dict[str, tuple[int, ...]] = {}
+    total_chars = 0
     for key, fields in config.items():
         name, value = parse_text(key), fields["ranks"]
+        # A few bytes of a pickle can stand for a long text or list many times.
+        if isinstance(value, (str, list, tuple)):
+            total_chars += len(value) * (1 if isinstance(value, str) else _CHARS_OF_A_MEMBER)
+        if total_chars > _MAX_MEMBERS * _CHARS_OF_A_MEMBER:
+            raise ValueError("more members of groups than a process has")
         ranks = json.loads(value) if isinstance(value, str) else value
         if not isinstance(ranks, (list, tuple)) or not 0 < len(ranks) <= MAX_DUMP_RANKS:
             continue
-        members = tuple(map(parse_int, ranks))
+        members = RankTuple(map(parse_int, ranks))
         has_duplicates = len(set(members)) < len(members)
         if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
             raise ValueError("the members of a group are not valid ranks")

@@ -23,6 +23,7 @@ from typing import Any
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
 MAX_VALUES = 1 << 24  # such a dump has 7 million
 MAX_WEIGHT = 10_000  # the values that hashing a tuple may visit
+MAX_FOLLOWED_OPCODES = 1 << 22  # of a pickle with tuples
 _CONTAINERS = (dict, list, tuple)
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
@@ -157,12 +158,15 @@ def _format_refusal(action: str) -> str:
 
 def _check_tuples(data: bytes) -> None:
     """Follows the opcodes with the weight of each value, without building any. The opcodes must be
-    those of plain data. Raises ValueError for a tuple of more than `MAX_WEIGHT` values, and
-    IndexError, KeyError or ValueError for an invalid pickle.
+    those of plain data. Raises ValueError for a tuple of more than `MAX_WEIGHT` values and for more
+    opcodes than can be followed in seconds, and IndexError, KeyError or ValueError for an invalid
+    pickle.
     """
     stack: list[int] = []
     memo: dict[Any, int] = {}
-    for opcode, argument, _ in pickletools.genops(data):
+    for position, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if position >= MAX_FOLLOWED_OPCODES:
+            raise ValueError("tuples among so many values as no dump with tuples has")
         if opcode.name == "MARK":
             stack.append(_MARK)
         elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):

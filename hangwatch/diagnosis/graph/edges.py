@@ -5,13 +5,13 @@ and never by times.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nextafter
 
 from hangwatch.model.calls import ANY_SOURCE, Call, StreamKind, decode_invalid_peer
-from hangwatch.model.groups import Group, unpack_ranks
+from hangwatch.model.groups import Group, GroupKey, unpack_ranks
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
@@ -211,6 +211,9 @@ class WaitResolver:
         self.unable_to_call |= self.unable_to_finish
         self._attempt = attempt
         self._silent_ranks = silent_ranks
+        self._channels_by_rank: dict[
+            int, dict[tuple[StreamKind, int | None, GroupKey], list[CallStream]]
+        ] = {}
         # The lowest count of calls, and the members with it, by group.
         self._last_members: dict[int, tuple[int, Mapping[int, int]]] = {}
         # The key has the group, the members concerned if not all are, the call, whether the wait is
@@ -328,13 +331,25 @@ class WaitResolver:
         tag of the reference.
         """
         call_count = completed_count = 0
-        process = self._attempt.processes.get(rank)
-        for stream in process.streams.values() if process is not None else ():
-            is_channel = (stream.kind, stream.peer, stream.tag) == (kind, peer, reference.tag)
-            if is_channel and stream.group.key == reference.group.key:
+        for stream in self.find_channels(rank, kind, peer, reference.group):
+            if stream.tag == reference.tag:
                 call_count += stream.entered
                 completed_count += stream.completed or 0
         return call_count, completed_count
+
+    def find_channels(
+        self, rank: int, kind: StreamKind, peer: int | None, group: Group
+    ) -> Sequence[CallStream]:
+        """A rank's streams of this kind to or from ``peer`` in a group: a rank may have thousands."""
+        channels = self._channels_by_rank.get(rank)
+        if channels is None:
+            channels = self._channels_by_rank[rank] = {}
+            process = self._attempt.processes.get(rank)
+            for stream in process.streams.values() if process is not None else ():
+                if stream.peer is not None:
+                    end = (stream.kind, stream.peer, stream.group.key)
+                    channels.setdefault(end, []).append(stream)
+        return channels.get((kind, peer, group.key), ())
 
     def find_uncounted_ranks(self, rank: int, stream: CallStream) -> Collection[int]:
         """The ranks for which a call of ``rank`` may wait, where counts do not show whether it does

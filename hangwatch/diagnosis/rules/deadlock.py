@@ -113,16 +113,13 @@ def _add_tag_mismatch(
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        process = context.processes.get(edge.wait.on_rank)
-        sends = [
-            stream
-            for stream in (process.streams.values() if process is not None else ())
-            if stream.kind is StreamKind.SEND
-            and stream.peer == edge.wait.rank
-            and stream.group.key == edge.group.key
-        ]
-        # A stream in which the sender is blocked counts more than one that is older.
-        sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
+        sends = sorted(
+            context.graph.resolver.find_channels(
+                edge.wait.on_rank, StreamKind.SEND, edge.wait.rank, edge.group
+            ),
+            # A stream in which the sender is blocked counts more than one that is older.
+            key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at),
+        )
         for sending in sends:
             receive_count = context.graph.resolver.count_met_calls(edge.wait.on_rank, sending)
             if sending.tag != edge.stream.tag and sending.entered > receive_count:

@@ -22,7 +22,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.commands.analyze import FileError, read_evidence
+from hangwatch.agent.cli.commands.analyze import FileError, diagnose_files, read_evidence
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.calls import FlightDumpError, parse_dump
@@ -321,6 +321,69 @@ def test_billion_laughs_pickle_is_not_expanded(at: tuple[Any, ...], bomb: list[A
     with contextlib.suppress(FlightDumpError, pickles.NotPlainError):
         analyze_dumps([parse_dump(0, pickles.safe_loads(make_deep_pickle(data)))])
     assert time.process_time() - began < 2.0
+
+
+def make_hostile_dump(name: str, rank: int) -> dict[str, Any]:
+    """A dump of a few megabytes at most, on which the analysis took from half a minute to days."""
+    group = {"0": {"ranks": [0, 1]}}
+    if name == "members":  # each group has the others' list of members, which is in the file once
+        text = str(list(range(1 << 17)))
+        return make_dump([{}], {str(number): {"ranks": text} for number in range(2000)})
+    if name == "large_group":
+        return make_dump([{}], {"0": {"ranks": list(range(60_000))}})
+    if name == "renewed_groups":
+        return make_dump([{"pg_id": number} for number in range(30_000)], group)
+    if name == "channels":
+        entries = [
+            {"profiling_name": f"nccl:send {rank}->{number + 2}"} for number in range(12_000)
+        ]
+        return make_dump(entries, {"0": {"ranks": list(range(12_002))}})
+    assert name == "channels_of_groups"
+    other = 1 - rank
+    messages = [
+        {
+            "process_group": [str(number), ""],
+            "pg_id": number,
+            "profiling_name": f"nccl:recv {rank}<-{other}",
+        }
+        for number in range(6000)
+    ]
+    return make_dump(messages, {str(number): {"ranks": [0, 1]} for number in range(6000)})
+
+
+def make_dump(entries: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
+    common = {
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": "nccl:all_reduce",
+        "state": "scheduled",
+    }
+    numbered = [
+        {"record_id": number, "collective_seq_id": number + 1, "p2p_seq_id": number + 1}
+        for number in range(len(entries))
+    ]
+    made = [common | first | second for first, second in zip(numbered, entries, strict=True)]
+    return {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": made}
+
+
+@pytest.mark.parametrize(
+    "name", ["members", "large_group", "renewed_groups", "channels", "channels_of_groups"]
+)
+def test_hostile_dumps_are_analyzed_or_refused_in_seconds(name: str, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(make_hostile_dump(name, rank)))
+        assert (tmp_path / f"trace_{rank}").stat().st_size < 4 << 20
+    began = time.process_time()
+    with contextlib.suppress(FileError):
+        diagnose_files([tmp_path])
+    assert time.process_time() - began < 10.0
+
+
+def test_tuples_are_followed_for_seconds_at_most() -> None:
+    began = time.process_time()
+    with pytest.raises(pickles.NotPlainError, match="so many values"):
+        pickles.safe_loads(b"\x80\x02](" + b"N" * (40 << 20) + b"e\x85.")
+    assert time.process_time() - began < 20.0
 
 
 def make_shared_tuples(depth: int, *, is_key: bool) -> bytes:
