@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.environment.run_dir import RunDirError, ensure_run_dir
+from hangwatch.agent.environment.run_dir import AGENT_LOG_NAME, RunDirError, ensure_run_dir
 from hangwatch.agent.recorder.native import cache
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
@@ -28,6 +28,7 @@ from tests.harness.server import Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter, post_heartbeat
 from tests.simulation.simulated_job import SimulatedJob, make_hung_job
+from tests.simulation.waiting import wait_until
 
 from .node_support import open_testbed
 
@@ -111,6 +112,41 @@ def test_files_of_the_server_are_private(tmp_path: Path) -> None:
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert files
         assert [p.name for p in files if stat.S_IMODE(p.stat().st_mode) & 0o077] == []
+
+
+STARTS_HELPERS = """
+import sys
+from pathlib import Path
+from hangwatch.agent.node.hardware.host import Host
+from hangwatch.agent.node.hardware.reader import SOURCES, ReaderProcess
+from hangwatch.agent.recorder.poller import AgentSupervisor
+
+reader = ReaderProcess()
+reader.start_reading([source for source in SOURCES if source.may_block], Host.from_environ(()))
+reader.collect(20.0)
+AgentSupervisor(Path(sys.argv[1])).ensure_agent()
+"""
+
+
+def test_helper_processes_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    """SECURITY.md: "Helper processes import no module from the folder in which a job was started."."""
+    planted, run_dir, mark = tmp_path / "planted", tmp_path / "run", tmp_path / "mark"
+    for folder in (planted, run_dir):
+        folder.mkdir(mode=0o700)
+    for name in ("hangwatch", *(sys.stdlib_module_names - set(sys.builtin_module_names))):
+        (planted / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write(__name__)\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", STARTS_HELPERS, str(run_dir)],
+        env=clean_environment(HANGWATCH_URL="http://127.0.0.1:9"),
+        cwd=planted,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    log = run_dir / AGENT_LOG_NAME
+    assert wait_until(lambda: log.exists() and "watches" in log.read_text(), 30.0)
+    assert not mark.exists(), mark.read_text()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -238,6 +238,25 @@ def test_rank_is_watched_where_another_user_has_taken_the_name(
         finally:
             rank.communicate(b"\n")
         assert rank.returncode == 0
+
+
+def test_other_user_cannot_truncate_a_ring(shared_folder: Path) -> None:
+    """SECURITY.md: "No other user can open a ring."."""
+    with open_testbed(shared_folder) as testbed:
+        rank = testbed.start_rank(0, "sleep")
+        (ring,) = testbed.folder.glob("*.ring")
+        testbed.folder.chmod(0o711)  # only the ring's own mode counts
+        problem = run_as_other_user(lambda: find_problem(lambda: os.truncate(ring, 0)))
+        assert problem is PermissionError
+        assert rank.poll() is None
+
+
+def find_problem(action: Callable[[], None]) -> type[Exception] | None:
+    try:
+        action()
+    except Exception as error:
+        return type(error)
+    return None
 
 
 def run_server_command(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
