@@ -7,6 +7,7 @@ import contextlib
 import email.utils
 import json
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -85,10 +86,10 @@ class Client:
         self._http.close()
 
     def _check_connections(self, request: httpx.Request) -> None:
-        """Has each new connection of a request checked before the token is sent on it. A server with
-        https proves by its certificate whose it is.
+        """Has each new connection of a request checked before the token is sent on it, where the kernel
+        says whose it is. A server with https proves that by its certificate.
         """
-        if self.server.token and request.url.scheme == "http":
+        if self.server.token and request.url.scheme == "http" and sys.platform == "linux":
             request.extensions = {**request.extensions, "trace": self._check_connection}
 
     def _check_connection(self, event: str, details: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import json
 import math
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -145,8 +146,9 @@ class SignedClient:
             server_time = replace(self._server_time, at_s=self._server_time.at_s + passed_s)
             signed = self._credential.sign_request(method, path, body, server_time)
             headers = {**headers, "Authorization": signed.header}
-        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._cpu_limit_s = time.thread_time() + MAX_CPU_S
+        if sys.platform == "linux":
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._cpu_limit_s = time.thread_time() + MAX_CPU_S
         self._deadline = time.monotonic() + DEADLINE_FACTOR * timeout_s
         is_complete = False
         try:
