@@ -116,6 +116,7 @@ def test_files_of_the_server_are_private(tmp_path: Path) -> None:
 
 STARTS_HELPERS = """
 import sys
+sys.path[:] = [path for path in sys.path if path]
 from pathlib import Path
 from hangwatch.agent.node.hardware.host import Host
 from hangwatch.agent.node.hardware.reader import SOURCES, ReaderProcess
@@ -136,7 +137,7 @@ def test_helper_processes_import_nothing_from_the_working_folder(tmp_path: Path)
     for name in ("hangwatch", *(sys.stdlib_module_names - set(sys.builtin_module_names))):
         (planted / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write(__name__)\n")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", STARTS_HELPERS, str(run_dir)],
+        [sys.executable, "-c", STARTS_HELPERS, str(run_dir)],
         env=clean_environment(HANGWATCH_URL="http://127.0.0.1:9"),
         cwd=planted,
         capture_output=True,

@@ -146,7 +146,7 @@ def test_unproven_server_takes_little_cpu(agent_testbed: AgentTestbed, name: str
 def test_hostile_server_of_the_own_user_gets_few_requests(
     agent_testbed: AgentTestbed, name: str
 ) -> None:
-    """SECURITY.md: "A node agent sends it at most five heartbeats and four requests for commands"."""
+    """SECURITY.md: "A reply can make a node agent report five times and poll four times a second"."""
     bodies = [json.dumps(reply).encode() for reply in REPLIES[name]]
     server = HostileServer(bodies, HostileHandler, is_foreign=False)
     watch_agent(agent_testbed, server)
