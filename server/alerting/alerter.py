@@ -4,9 +4,9 @@ each channel. A slow channel delays neither the server nor another channel.
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +16,7 @@ import tenacity
 
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity
+from hangwatch.protocol.heartbeat import get_family
 from hangwatch.report import recovery as recovery_text
 from hangwatch.report.documents import build_document
 from hangwatch.report.text import (
@@ -26,6 +27,8 @@ from hangwatch.report.text import (
     truncate_end,
 )
 
+from ..core import limits
+from ..core.turns import TurnQueue
 from ..incidents.registry import IncidentRecord
 from .channels import AlertChannel, AlertChannelError, AlertMessage
 
@@ -41,7 +44,6 @@ _RESOLVED_TITLES: dict[Resolution | None, str] = {
 # The delay between two attempts to send a message doubles, with jitter.
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
 RETRY_LIMIT_S = 3600.0  # the age at which a message is given up
-MAX_QUEUED_MESSAGES = 500  # the messages that wait for one channel
 CLOSE_TIMEOUT_S = 1.0  # the time for messages that are being sent when the server stops
 
 
@@ -54,6 +56,37 @@ class Delivery:
     channel: str  # the channel's key
 
 
+@dataclass(slots=True)
+class MessageQueue:
+    """The messages that wait for one channel."""
+
+    _waiting: TurnQueue[tuple[AlertMessage, Delivery]] = field(default_factory=TurnQueue)
+    _is_closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def put(self, family: str, message: AlertMessage, delivery: Delivery) -> bool:
+        """Returns False if the family or all together have too many."""
+        with self._changed:
+            count, total = self._waiting.count(family) + 1, len(self._waiting) + 1
+            limit = limits.QUEUED_ALERTS
+            if total > limit.maximum or count > limit.find_share(count, total):
+                return False
+            self._waiting.put(family, (message, delivery))
+            self._changed.notify()
+            return True
+
+    def take(self) -> tuple[AlertMessage, Delivery] | None:
+        """Waits for the next message; None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._waiting)
+            return None if self._is_closed else self._waiting.take()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
 @dataclass(slots=True, kw_only=True)
 class ChannelQueue:
     """One channel's messages, and the thread that sends them once there is one."""
@@ -61,9 +94,7 @@ class ChannelQueue:
     channel: AlertChannel
     sent: int = 0
     failed: int = 0
-    messages: queue.SimpleQueue[tuple[AlertMessage, Delivery] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    messages: MessageQueue = field(default_factory=MessageQueue)
     thread: threading.Thread | None = None
 
 
@@ -86,6 +117,7 @@ class Alerter:
         self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
         self._stopping = threading.Event()
         self.queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
+        self.refusals: Counter[str] = Counter()  # by limit
 
     def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]:
         """One delivery for each channel. Warnings are only printed."""
@@ -99,21 +131,21 @@ class Alerter:
         recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
         self.print_line(" ".join(filter(None, (message.title, recovery, message.url))))
         for delivery in self.list_deliveries(incident, event):
-            self._queue_message(message, delivery)
+            self._queue_message(incident.job, message, delivery)
 
     def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
         """Sends what an earlier server could not deliver. False if the channel no longer exists."""
         if delivery.channel not in self.queues:
             return False
         message = compose_message(incident, delivery.event, self._base_url, now)
-        self._queue_message(message, delivery)
+        self._queue_message(incident.job, message, delivery)
         return True
 
     def close(self) -> None:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
         self._stopping.set()
         for waiting in self.queues.values():
-            waiting.messages.put(None)
+            waiting.messages.close()
         for waiting in self.queues.values():
             if waiting.thread is not None:
                 waiting.thread.join(CLOSE_TIMEOUT_S)
@@ -122,18 +154,18 @@ class Alerter:
         """``line`` may quote a job, which must not control the operator's terminal."""
         print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
-    def _queue_message(self, message: AlertMessage, delivery: Delivery) -> None:
+    def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
         name = waiting.channel.name
-        if waiting.messages.qsize() >= MAX_QUEUED_MESSAGES:
+        if not waiting.messages.put(get_family(job), message, delivery):
             waiting.failed += 1
+            self.refusals[limits.QUEUED_ALERTS.name] += 1
             self.print_line(
-                f"alert channel {name} is behind by {MAX_QUEUED_MESSAGES} messages:"
-                f" {message.title!r} was not sent there"
+                f"too many alerts of job {job} wait for alert channel {name}: {message.title!r} was"
+                " not sent there"
             )
             self._delivered(delivery)
             return
-        waiting.messages.put((message, delivery))
         if waiting.thread is None:
             # The thread is a daemon: a channel that never answers must not keep the server from
             # ending.
@@ -164,7 +196,7 @@ class Alerter:
             before_sleep=report_first_failure,
             reraise=True,
         )
-        while (queued := waiting.messages.get()) is not None and not self._stopping.is_set():
+        while (queued := waiting.messages.take()) is not None and not self._stopping.is_set():
             message, delivery = queued
             try:
                 send_with_retries(channel.send_message, message)

@@ -53,6 +53,22 @@ class Limit:
         if count > self.maximum:
             raise self.make_problem(subject.replace("{}", str(count)), remedy)
 
+    def check_share(self, count: int, total: int, family: str, remedy: str = "") -> None:
+        """Raises Problem if all have more together, or if a job with those that its ranks start
+        (`get_family`), which has ``count`` of the ``total``, has more than half of what the others
+        leave. So no job can take everything from those that come later.
+        """
+        self.check(total, remedy=remedy)
+        share = self.find_share(count, total)
+        if count > share:
+            raise self.make_problem(
+                f"job {family!r} may have {share}, half of what other jobs leave", remedy
+            )
+
+    def find_share(self, count: int, total: int) -> int:
+        """The number up to which `check_share` accepts ``count``."""
+        return max(1, (self.maximum - (total - count)) // 2)
+
 
 HEAD = Limit(
     "request_head", 16 << 10, "bytes", "of a request's URL, headers and trailers together", 431
@@ -98,9 +114,11 @@ ATTEMPT_MEMBERS = Limit(
 )
 STREAMS = Limit("streams", 16384, "process groups and channels", "of a process")
 JOBS_PER_AGENT = Limit("jobs_per_agent", 64, "jobs", "reported by one node agent", 429)
-# The limits on what is kept in memory include finished attempts.
-AGENTS = Limit("agents", 1 << 15, "node agents", "that report to a server", 429)
-WAITING_AGENTS = Limit("waiting_agents", 512, "node agents", "that wait for commands", 429)
+# The limits on what is kept in memory include finished attempts. A job may take half of what other
+# jobs leave of each: 100,000 ranks on 12,500 hosts that are restarted need 200,000 processes for a
+# moment. See `Limit.check_share`.
+AGENTS = Limit("agents", 1 << 16, "node agents", "that report to a server", 429)
+WAITING_AGENTS = Limit("waiting_agents", 1024, "node agents", "that wait for commands", 429)
 PEER_CONNECTIONS = Limit(
     "peer_connections",
     AGENTS.maximum + WAITING_AGENTS.maximum,
@@ -109,11 +127,16 @@ PEER_CONNECTIONS = Limit(
     " are fewer",
     429,
 )
-PROCESSES = Limit("processes", 1 << 18, "processes", "in a server's memory", 429)
+PROCESSES = Limit("processes", 1 << 19, "processes", "in a server's memory", 429)
 ATTEMPTS = Limit("attempts", 2000, "attempts of jobs", "in a server's memory", 429)
 ATTEMPTS_PER_JOB = Limit("attempts_per_job", 256, "attempts", "of a job in a server's memory", 429)
 MEMBERS = Limit(
     "members", 1 << 23, "members", "of all worlds and process groups in a server's memory", 429
+)
+QUEUED_ALERTS = Limit("queued_alerts", 500, "alerts", "that wait for one alert channel", 429)
+# Half of them may be warnings, so that no number of warnings hides an alert.
+OPEN_INCIDENTS = Limit(
+    "open_incidents", 256, "open incidents", "of a job with those that its ranks start", 429
 )
 # The last resort: texts and lists that are each within their limits could add up to any amount.
 MEMORY = Limit(

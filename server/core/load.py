@@ -13,7 +13,7 @@ import gc
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .peers import PeerConnections, PeerSocket
@@ -40,7 +40,18 @@ class Load:
     """The lateness of the event loop, without queued heartbeats, and how long these wait."""
 
     late_s: float = 0.0
-    waited_s: float = 0.0  # the time from arrival to application of a heartbeat that is not urgent
+    # The time from arrival to application of a heartbeat that is not urgent, for each family of jobs
+    # that has queued ones. Those with the server's token have no family: theirs is empty.
+    waits_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waited_s(self) -> float:
+        """The longest wait."""
+        return max(self.waits_s.values(), default=0.0)
+
+    def get_wait_s(self, family: str) -> float:
+        """How long the heartbeats of a family's node agents wait."""
+        return max(self.waits_s.get(family, 0.0), self.waits_s.get("", 0.0))
 
     async def measure_lateness(self) -> None:
         """Measures until it is cancelled."""
@@ -50,9 +61,11 @@ class Load:
             late_s = time.monotonic() - began_at - MEASURE_INTERVAL_S
             self.late_s += _SMOOTHING * (late_s - self.late_s)
 
-    def make_refusal(self, is_urgent: bool) -> Problem | None:
-        """The refusal of a heartbeat while the server is overloaded; None if it is accepted."""
-        is_waiting_long = self.waited_s > OVERLOAD_WAIT_S and not is_urgent
+    def make_refusal(self, is_urgent: bool, family: str = "") -> Problem | None:
+        """The refusal of a heartbeat while the server is overloaded; None if it is accepted. ``family``
+        is that of its token's job.
+        """
+        is_waiting_long = self.waits_s.get(family, 0.0) > OVERLOAD_WAIT_S and not is_urgent
         if self.late_s <= OVERLOAD_LATE_S and not is_waiting_long:
             return None
         detail = "this server is overloaded; nothing of the request was applied: send it again"

@@ -1,7 +1,8 @@
 """Applies heartbeats one by one, and leaves the event loop time for everything else. They are
 queued while another thread reads the state that they change.
 
-Urgent ones (by the header of RFC 9218) come first: they are few, and often decide a verdict.
+Families of jobs take turns. Within one, urgent heartbeats (by the header of RFC 9218) come first: they
+are few, and often decide a verdict.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +17,7 @@ from typing import TypeVar
 from hangwatch.protocol import heartbeat
 
 from ..core.load import Load
+from ..core.turns import TurnQueue
 
 log = logging.getLogger("hangwatch")
 
@@ -32,6 +33,7 @@ class QueuedHeartbeat:
     arrived_at: float  # on the monotonic clock
     # Takes the reply, or what decoding or applying the heartbeat raised.
     take_reply: Callable[[heartbeat.HeartbeatReply | Exception], None]
+    family: str = ""  # that of its token's job; empty with the server's token
 
 
 @dataclass(slots=True)
@@ -42,8 +44,8 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    _urgent: deque[QueuedHeartbeat] = field(default_factory=deque)
-    _usual: deque[QueuedHeartbeat] = field(default_factory=deque)
+    _queued: TurnQueue[QueuedHeartbeat] = field(default_factory=TurnQueue)
+    _urgent_queued: int = 0
     _usual_applied: int = 0
     _is_state_locked: bool = False  # a thread reads the state
     # The end of this pass's slice; None: this pass of the event loop has not applied a heartbeat yet.
@@ -51,7 +53,7 @@ class HeartbeatQueue:
     _draining: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._usual)
+        return len(self._queued)
 
     def submit(self, queued: QueuedHeartbeat) -> None:
         """Applies it: immediately, if none is queued and this pass of the event loop has time."""
@@ -62,7 +64,8 @@ class HeartbeatQueue:
                 asyncio.get_running_loop().call_soon(self._end_slice)
             if now < self._slice_until:
                 return self._apply(queued)
-        (self._urgent if queued.is_urgent else self._usual).append(queued)
+        self._queued.put(queued.family, queued, urgent=queued.is_urgent)
+        self._urgent_queued += queued.is_urgent
         return self._start_draining()
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
@@ -70,8 +73,8 @@ class HeartbeatQueue:
         that, applies those that have arrived, and all urgent ones, for up to ``within_s`` seconds.
         """
         until = time.monotonic() + within_s
-        arrived = self._usual_applied + len(self._usual)
-        while (self._urgent or self._usual_applied < arrived) and time.monotonic() < until:
+        arrived = self._usual_applied + len(self) - self._urgent_queued
+        while (self._urgent_queued or self._usual_applied < arrived) and time.monotonic() < until:
             await asyncio.sleep(0)
         self._is_state_locked = True
         try:
@@ -92,16 +95,19 @@ class HeartbeatQueue:
             while len(self) and not self._is_state_locked:
                 until = time.monotonic() + SLICE_S
                 while len(self) and time.monotonic() < until:
-                    if self._urgent:
-                        self._apply(self._urgent.popleft())
-                        continue
-                    queued = self._usual.popleft()
-                    self._usual_applied += 1
-                    self.load.waited_s = time.monotonic() - queued.arrived_at
+                    queued = self._queued.take()
+                    if queued.is_urgent:
+                        self._urgent_queued -= 1
+                    else:
+                        self._usual_applied += 1
+                        self.load.waits_s[queued.family] = time.monotonic() - queued.arrived_at
+                    if not self._queued.count(queued.family):
+                        self.load.waits_s.pop(queued.family, None)
                     self._apply(queued)
                 await asyncio.sleep(0)
         finally:
-            self.load.waited_s, self._draining = 0.0, None
+            self.load.waits_s.clear()
+            self._draining = None
 
     def _apply(self, queued: QueuedHeartbeat) -> None:
         try:

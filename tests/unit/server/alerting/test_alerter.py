@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -43,6 +44,7 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make_channels,
 )
+from hangwatch.server.core import limits
 from hangwatch.server.incidents.registry import IncidentRecord
 from tests.harness.processes import clean_environment
 from tests.simulation.http_receiver import WebhookReceiver
@@ -332,3 +334,24 @@ def test_a_channel_has_one_thread() -> None:
         await_condition(lambda: len(done) == 3)
         fresh = {thread.name for thread in threading.enumerate()} - before
         assert sum(name.startswith("alerts to ") for name in fresh) == 1
+
+
+def test_alerts_of_one_job_delay_those_of_others_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "QUEUED_ALERTS", replace(limits.QUEUED_ALERTS, maximum=20))
+    with (
+        WebhookReceiver() as hook,
+        run_alerter([Webhook(address=hook.url)]) as (alerter, done, out),
+    ):
+        hook.delay_s = 0.2  # the first one is being sent meanwhile
+        for number in range(12):
+            alerter.announce(make_incident(job=f"evil/{number}"), OPENED, MOMENT)
+            await_condition(lambda: bool(hook.requests))
+        alerter.announce(make_incident(job="run7"), OPENED, MOMENT)
+        hook.delay_s = 0.0
+        await_condition(lambda: len(done) == 13)
+        jobs = [request.parse_json()["job"] for request in hook.requests]
+        [queue] = alerter.queues.values()
+    assert jobs.index("run7") <= 2
+    assert (len(jobs), queue.failed) == (12, 1), "evil may have half of the queue"
+    assert alerter.refusals == {limits.QUEUED_ALERTS.name: 1}
+    assert "too many alerts of job evil/11 wait for alert channel" in out.getvalue()

@@ -33,13 +33,13 @@ class QueueHarness:
         return heartbeat.HeartbeatReply(interval_s=float(beat.number), resync=urgent)
 
     def submit_heartbeat(
-        self, number: int, urgent: bool = False
+        self, number: int, urgent: bool = False, family: str = ""
     ) -> asyncio.Future[heartbeat.HeartbeatReply]:
         beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number)
-        return self.submit(lambda: beat, urgent)
+        return self.submit(lambda: beat, urgent, family)
 
     def submit(
-        self, decode: Callable[[], heartbeat.Heartbeat], urgent: bool = False
+        self, decode: Callable[[], heartbeat.Heartbeat], urgent: bool = False, family: str = ""
     ) -> asyncio.Future[heartbeat.HeartbeatReply]:
         replied: asyncio.Future[heartbeat.HeartbeatReply]
         replied = asyncio.get_running_loop().create_future()
@@ -52,7 +52,7 @@ class QueueHarness:
             else:
                 replied.set_result(reply)
 
-        self.queue.submit(QueuedHeartbeat(decode, urgent, time.monotonic(), take_reply))
+        self.queue.submit(QueuedHeartbeat(decode, urgent, time.monotonic(), take_reply, family))
         return replied
 
 
@@ -148,11 +148,36 @@ def test_unreadable_heartbeat_fails_alone() -> None:
 
 
 def test_overloaded_queue_refuses_heartbeats() -> None:
-    refusal = Load(waited_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False)
+    refusal = Load(waits_s={"": OVERLOAD_WAIT_S + 0.1}).make_refusal(is_urgent=False)
     assert refusal is not None
     assert "overloaded" in refusal.detail
-    assert Load(waited_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=True) is None, (
+    assert Load(waits_s={"": OVERLOAD_WAIT_S + 0.1}).make_refusal(is_urgent=True) is None, (
         "urgent ones do not wait in the queue"
     )
     assert Load(late_s=OVERLOAD_LATE_S + 0.1).make_refusal(is_urgent=True) is not None
-    assert Load(waited_s=OVERLOAD_WAIT_S - 0.1).make_refusal(is_urgent=False) is None
+    assert Load(waits_s={"": OVERLOAD_WAIT_S - 0.1}).make_refusal(is_urgent=False) is None
+
+
+def test_heartbeats_of_one_job_delay_those_of_others_by_one() -> None:
+    async def submit_all() -> tuple[QueueHarness, dict[str, float]]:
+        harness, waits_s = QueueHarness(ingest_time_s=SLICE_S / 5), {}
+        come = [harness.submit_heartbeat(n, urgent=n % 2 > 0, family="evil") for n in range(200)]
+        come += [harness.submit_heartbeat(n, family="run7") for n in (1000, 1001)]
+        await come[-1]
+        waits_s = dict(harness.load.waits_s)
+        await asyncio.gather(*come)
+        return harness, waits_s
+
+    harness, waits_s = asyncio.run(submit_all())
+    applied_before = harness.ingested.index(1001)
+    assert applied_before <= 10, "some of the first were applied when they arrived"
+    urgent_first = [number for number in harness.ingested[10:] if number < 1000]
+    assert [n % 2 for n in urgent_first] == sorted([n % 2 for n in urgent_first], reverse=True)
+    assert waits_s.get("run7", 0.0) < 1.0
+
+
+def test_job_that_floods_the_queue_is_refused_alone() -> None:
+    load = Load(waits_s={"evil": OVERLOAD_WAIT_S + 0.1})
+    assert load.make_refusal(is_urgent=False, family="evil") is not None
+    assert load.make_refusal(is_urgent=False, family="run7") is None
+    assert (load.get_wait_s("evil"), load.get_wait_s("run7")) == (OVERLOAD_WAIT_S + 0.1, 0.0)

@@ -1,0 +1,41 @@
+"""A queue in which families of jobs take turns, so that whatever one of them queues delays the items
+of another by no more than one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class TurnQueue(Generic[T]):
+    """The items of one family are taken in the order in which they were put, urgent ones first."""
+
+    # The urgent items and the others of each family. The first family is the next one.
+    _waiting: dict[str, tuple[deque[T], deque[T]]] = field(default_factory=dict)
+    _count: int = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def count(self, family: str) -> int:
+        return sum(map(len, self._waiting.get(family, ())))
+
+    def put(self, family: str, item: T, *, urgent: bool = False) -> None:
+        waiting = self._waiting.setdefault(family, (deque(), deque()))
+        waiting[not urgent].append(item)
+        self._count += 1
+
+    def take(self) -> T:
+        """Takes the next item. Raises StopIteration if there is none."""
+        family = next(iter(self._waiting))
+        urgent, usual = waiting = self._waiting.pop(family)
+        item = (urgent or usual).popleft()
+        if urgent or usual:
+            self._waiting[family] = waiting  # behind the others
+        self._count -= 1
+        return item
