@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,10 +20,13 @@ from hangwatch.model.incidents import Incident, Recovery, Resolution
 from hangwatch.model.kinds import KINDS, Role, Severity, VerdictKind, select_kinds
 from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol.heartbeat import get_family
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
+from hangwatch.tracking.tenants import change_count, take_turns
 
+from ..core import limits
 from ..core.clock import Clock, ulid
 from .evidence import add_device_advice, strip_verdict, update_evidence
 
@@ -132,20 +136,45 @@ class IncidentRegistry:
     """All incidents. ``changed`` has the ids of incidents that changed since `take_changed`.
 
     An attempt may be diagnosed in another thread. ``records`` is therefore replaced and never
-    changed, so that concurrent readers are not disturbed.
+    changed, so that concurrent readers are not disturbed; so are the tuples of ``_open_by_job``.
     """
 
     clock: Clock
     records: dict[str, IncidentRecord] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    opened_count: int = 0  # since the server started
+    refusals: Counter[str] = field(default_factory=Counter)  # by limit
+    # The number of open incidents of each family of jobs, and the open incidents of each job.
+    _open_counts: Counter[str] = field(default_factory=Counter)
+    _open_by_job: dict[str, tuple[IncidentRecord, ...]] = field(default_factory=dict)
     _write_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def _store_records(self, records: Iterable[IncidentRecord]) -> None:
+    def _store_records(self, records: Collection[IncidentRecord]) -> None:
         with self._write_lock:
+            for record in records:
+                if (former := self.records.get(record.incident.id)) is not None:
+                    self._unindex_record(former)
+                if record.is_open:
+                    job = record.incident.job
+                    self._open_by_job[job] = (*self._open_by_job.get(job, ()), record)
+                    self._open_counts[get_family(job)] += 1
             self.records = self.records | {record.incident.id: record for record in records}
+
+    def _unindex_record(self, record: IncidentRecord) -> None:
+        """Takes a record out of the open ones, if it is one of them."""
+        job = record.incident.job
+        opened = self._open_by_job.get(job, ())
+        others = tuple([other for other in opened if other is not record])
+        change_count(self._open_counts, get_family(job), len(others) - len(opened))
+        self._open_by_job[job] = others
+        if not others:
+            del self._open_by_job[job]
 
     def drop_incidents(self, incident_ids: Collection[str]) -> None:
         with self._write_lock:
+            for incident_id in incident_ids:
+                if (record := self.records.get(incident_id)) is not None:
+                    self._unindex_record(record)
             self.records = {
                 incident_id: record
                 for incident_id, record in self.records.items()
@@ -164,11 +193,12 @@ class IncidentRegistry:
 
     def list_open(self, attempt: Attempt) -> list[IncidentRecord]:
         """The open incidents of an attempt, oldest first."""
-        return self._select(
-            lambda record: (
-                record.is_live and record.incident.job == attempt.job and record.belongs_to(attempt)
-            )
-        )
+        opened = [
+            record
+            for record in self._open_by_job.get(attempt.job, ())
+            if record.is_live and record.belongs_to(attempt)
+        ]
+        return sorted(opened, key=lambda record: record.opened_at)
 
     def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
         """The incidents that were open when their attempt ended, oldest first."""
@@ -194,7 +224,7 @@ class IncidentRegistry:
                 and relate_verdict(record.incident, verdict, gathering=False)
                 for record in records
             )
-            if not is_explained:
+            if not is_explained and self._may_open(attempt.job, verdict):
                 records.append(self._open_incident(attempt, verdict, now))
         for record in records:
             # An unconfirmed verdict about the call of an incident keeps it open.
@@ -225,14 +255,13 @@ class IncidentRegistry:
         """Resolves the incidents of earlier attempts once the newest attempt has been initialised,
         other than those of the ``current`` ones, whose ranks still run.
         """
-        older = self._select(
-            lambda record: (
-                record.is_live
-                and record.incident.job == attempt.job
-                and not record.belongs_to(attempt)
-                and record.attempt_key not in current
-            )
-        )
+        older = [
+            record
+            for record in self._open_by_job.get(attempt.job, ())
+            if record.is_live
+            and not record.belongs_to(attempt)
+            and record.attempt_key not in current
+        ]
         processes = attempt.processes.values()
         if not older or all(process.lifecycle < Lifecycle.INITIALISED for process in processes):
             return
@@ -277,6 +306,8 @@ class IncidentRegistry:
             resolution=why,
         )
         self._replace_incident(record, resolved)
+        with self._write_lock:
+            self._unindex_record(record)
 
     def take_changed(self) -> list[IncidentRecord]:
         """The incidents that changed since the last call, oldest first."""
@@ -285,7 +316,8 @@ class IncidentRegistry:
         excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
             closed = self._select(lambda record: not record.is_open)
-            self.drop_incidents({record.incident.id for record in closed[:excess]})
+            turns = take_turns(reversed(closed), lambda record: record.incident.job)
+            self.drop_incidents({record.incident.id for record in turns[-excess:]})
         return taken
 
     def _match_verdicts(
@@ -318,6 +350,15 @@ class IncidentRegistry:
                 record.last_seen_at = now
         return unmatched
 
+    def _may_open(self, job: str, verdict: Verdict) -> bool:
+        """Whether the job's family may have another open incident. Half of them are for alerts."""
+        limit, family = limits.OPEN_INCIDENTS, get_family(job)
+        maximum = limit.maximum if verdict.is_alert else limit.maximum // 2
+        if self._open_counts[family] < maximum:
+            return True
+        self.refusals[limit.name] += 1
+        return False
+
     def _open_incident(self, attempt: Attempt, verdict: Verdict, now: float) -> IncidentRecord:
         onset = min(now, verdict.began_at) if verdict.began_at > 0 else now
         incident = Incident(
@@ -334,6 +375,7 @@ class IncidentRegistry:
         self.changed.add(incident.id)
         self._refine_incident(record, attempt, verdict, now)
         self._store_records([record])
+        self.opened_count += 1
         return record
 
     def _refine_incident(

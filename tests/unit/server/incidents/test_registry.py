@@ -15,7 +15,9 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, Thr
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
 from hangwatch.report.documents import build_document
+from hangwatch.server.core import limits
 from hangwatch.server.core.clock import Clock, ulid
+from hangwatch.server.incidents import registry as registry_module
 from hangwatch.server.incidents.registry import (
     AFTER_RESTART_ABSENT_S,
     EVIDENCE_WINDOW_S,
@@ -643,3 +645,50 @@ def test_ulids_sort_by_time() -> None:
     assert made == sorted(made)
     assert len(set(made)) == 50
     assert {len(m) for m in made} == {26}
+
+
+def make_separate_verdicts(count: int, severity: Severity = Severity.ALERT) -> list[Verdict]:
+    """Verdicts that are an incident each."""
+    first = 10 if severity is Severity.ALERT else 0
+    return [
+        Verdict(
+            kind=VerdictKind.NONFINITE,
+            severity=severity,
+            culprits=(n,),
+            waiting=(),
+            group=replace(WORLD, name=f"{severity.value} {n}"),
+        )
+        for n in range(first, first + count)
+    ]
+
+
+def test_open_incidents_of_a_job_are_limited(
+    scene: IncidentScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "OPEN_INCIDENTS", replace(limits.OPEN_INCIDENTS, maximum=6))
+    scene.observe_verdicts(*make_separate_verdicts(5, Severity.WARNING))
+    assert len(scene.registry.list_open(scene.attempt)) == 3, "half of them are for alerts"
+    scene.observe_verdicts(*make_separate_verdicts(5))
+    opened = scene.registry.list_open(scene.attempt)
+    assert [record.incident.is_alert for record in opened] == [False] * 3 + [True] * 3
+    assert scene.registry.refusals == {limits.OPEN_INCIDENTS.name: 4}
+    scene.registry.resolve_incident(opened[0], Resolution.PROGRESS, scene.now)
+    scene.observe_verdicts(*make_separate_verdicts(5))
+    assert scene.registry.list_open(scene.attempt)[:2] == opened[1:3]
+    assert len(scene.registry.list_open(scene.attempt)) == 6, "a resolved one makes room"
+
+
+def test_closed_incidents_of_one_job_displace_no_others(
+    scene: IncidentScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_RECORDS_KEPT", 4)
+    records = []
+    for number, job in enumerate(["run7", *(f"evil/{n}" for n in range(8))]):
+        [first] = scene.observe_verdicts(MISSING_VERDICT)[-1:]
+        incident = replace(first.incident, id=f"{number}", job=job, status="resolved")
+        records.append(replace(first, incident=incident, opened_at=scene.now + number))
+    scene.registry.drop_incidents(set(scene.registry.records))
+    scene.registry.load_records(records)
+    scene.registry.take_changed()
+    kept = {record.incident.job for record in scene.registry.records.values()}
+    assert kept == {"run7", "evil/5", "evil/6", "evil/7"}
