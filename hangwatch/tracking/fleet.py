@@ -6,19 +6,20 @@ attempt, a new attempt, or another world that runs beside it under the same name
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.model.groups import is_group_address
 from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
+from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT, get_family
 
 from .attempt import Attempt, HostHardware, is_known_address
 from .call_stream import CallWindow
 from .foreign_groups import ForeignGroups, disconnect_channel
 from .process import Process, ReportTimes, StackSample
+from .tenants import change_count, get_tenant, take_turns
 from .updates import apply_process_update, apply_terse_update, record_calls
 
 SAMPLES_KEPT_PER_PROCESS = 4
@@ -36,6 +37,7 @@ SILENT_AFTER_S = 60.0  # an agent without a heartbeat for so long no longer coun
 MAX_DELAY_S = 120.0
 
 ProcessLocation = tuple[str, str]  # (host, process key)
+ProcessKey = tuple[str, str, str]  # (the job that it names, host, process key)
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class ReportingAgent:
     last_number: int = 0  # the number of its last heartbeat
     is_awaited: bool = False  # the server has requested that its next heartbeat is urgent
     cost: heartbeat.AgentCost | None = None  # the last one reported
+    families: tuple[str, ...] = ()  # the families of its jobs; without one, that of its tenant
     processes: dict[ProcessLocation, Process] = field(default_factory=dict)
     # The smallest difference seen between the time of receipt and the agent's clock, and when.
     _smallest_gap: tuple[float, float] | None = None
@@ -69,21 +72,47 @@ class ReportingAgent:
 
 
 class AgentRegistry(OrderedDict[str, ReportingAgent]):
-    """Node agents by id, ordered by their last heartbeat."""
+    """Node agents by the server's name of each (`tenants`), ordered by their last heartbeat."""
 
     cpu_s: float = 0.0  # the CPU time of all agents, also of those that have left
-    _silent_count: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()  # the number of agents of each family of jobs
+        self._silent_counts: Counter[str] = Counter()
+        self._reporting_counts: Counter[str] | None = None
 
     @property
-    def reporting_count(self) -> int:
-        """The number of agents that are not silent."""
-        return len(self) - self._silent_count
+    def reporting_counts(self) -> Counter[str]:
+        """The number of agents of each family that are not silent. Another object after a change."""
+        if self._reporting_counts is None:
+            self._reporting_counts = self.counts - self._silent_counts
+        return self._reporting_counts
+
+    def _count_agent(self, families: tuple[str, ...], change: int) -> None:
+        self._reporting_counts = None
+        for family in families:
+            change_count(self.counts, family, change)
+
+    def get_families(self, agent_id: str) -> tuple[str, ...]:
+        """The families of an agent's jobs; that of its tenant if it is unknown."""
+        agent = self.get(agent_id)
+        return (get_family(get_tenant(agent_id)),) if agent is None else agent.families
+
+    def join_family(self, agent: ReportingAgent, family: str) -> None:
+        """Records that an agent is about to report a process of a job in the family."""
+        if family not in agent.families:
+            self._count_agent(agent.families, -1)
+            agent.families = (*agent.families, family) if agent.processes else (family,)
+            self._count_agent(agent.families, 1)
 
     def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> ReportingAgent:
         """Records that an agent reported, and returns it."""
         agent = self.get(beat.agent)
         if agent is None:
-            agent = self[beat.agent] = ReportingAgent()
+            agent = ReportingAgent(families=self.get_families(beat.agent))
+            self[beat.agent] = agent
+            self._count_agent(agent.families, 1)
         else:
             self.move_to_end(beat.agent)
         agent.last_seen_at = now
@@ -96,18 +125,21 @@ class AgentRegistry(OrderedDict[str, ReportingAgent]):
     def update_silent(self, now: float) -> list[tuple[str, float]]:
         """Counts the silent agents. Returns their ids and for how many seconds they are silent."""
         silent: list[tuple[str, float]] = []
+        self._silent_counts.clear()
+        self._reporting_counts = None
         for agent_id, agent in self.items():
             silent_s = now - agent.last_seen_at
             if silent_s <= SILENT_AFTER_S:
                 break  # all further agents reported later
             silent.append((agent_id, silent_s))
-        self._silent_count = len(silent)
+            self._silent_counts.update(agent.families)
         return silent
 
     def forget_silent(self, agent_id: str) -> None:
         """Drops an agent that `update_silent` returned, but not its processes."""
-        del self[agent_id]
-        self._silent_count -= 1
+        families = self.pop(agent_id).families
+        self._silent_counts.subtract(families)
+        self._count_agent(families, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,23 +158,38 @@ class Fleet:
 
     # The attempts of a job are in the order of their numbers.
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
-    processes: dict[ProcessLocation, Process] = field(default_factory=dict)
+    # Current and former processes. Only identities are looked up here: see `find_process`.
+    processes: dict[ProcessKey, Process] = field(default_factory=dict)
+    process_counts: Counter[str] = field(default_factory=Counter)  # by family of jobs
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     agents: AgentRegistry = field(default_factory=AgentRegistry)
-    # Processes of dropped attempts that were alive by their last report. The dict is an ordered set.
-    _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
+    foreign_reports: int = 0  # updates of processes that another active node agent reports
+    # The attempts of each family's jobs by number.
+    _families: dict[str, dict[str, dict[int, Attempt]]] = field(default_factory=dict)
+    # Processes of dropped attempts that were alive by their last report, by tenant, host and key. The
+    # dict is an ordered set.
+    _forgotten_processes: dict[tuple[str, str, str], None] = field(default_factory=dict)
+
+    def list_attempts(self, job: str) -> Collection[Attempt]:
+        """The attempts of a job in the order of their numbers."""
+        return self._families.get(get_family(job), {}).get(job, {}).values()
+
+    def iter_related(self, family: str) -> Iterator[Attempt]:
+        """The attempts of all jobs of a family."""
+        for attempts in self._families.get(family, {}).values():
+            yield from attempts.values()
 
     def latest_attempt(self, job: str) -> Attempt | None:
-        attempts = (attempt for key, attempt in reversed(self.attempts.items()) if key.job == job)
-        return next(attempts, None)
+        attempts = self._families.get(get_family(job), {}).get(job)
+        return next(reversed(attempts.values())) if attempts else None
 
     def is_current(self, attempt: Attempt, now: float) -> bool:
         """Whether it is its job's latest attempt, or ranks of it still run and are reported, and the
         later attempts are other people's: a launch under the same name does not end its ranks unless
         one of their own node agents reports it.
         """
-        others = [other for other in self.attempts.values() if other.job == attempt.job]
+        others = self.list_attempts(attempt.job)
         later = [other for other in others if other.number > attempt.number]
         if not later:
             return True
@@ -155,9 +202,10 @@ class Fleet:
         """The jobs whose processes the agent reports."""
         return {process.attempt.job for process in self.list_processes(agent)}
 
-    def count_members(self) -> int:
-        """The members of all different worlds and process groups in memory."""
-        return sum(attempt.count_members() for attempt in self.attempts.values())
+    def count_members(self, family: str | None = None) -> int:
+        """The members of all different worlds and process groups in memory, or of a family's."""
+        attempts = self.attempts.values() if family is None else self.iter_related(family)
+        return sum(attempt.count_members() for attempt in attempts)
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> bool:
         """Applies a heartbeat received at ``now``. Returns False if a resync is needed, because it
@@ -183,19 +231,18 @@ class Fleet:
                     reports.last_seen_at = now
                 if attempt.last_seen_at != now:
                     attempt.mark_seen(now)
-        all_known = True
+        all_known, tenant = True, get_tenant(beat.agent)
         for update in beat.processes:
-            location = (beat.host, update.key)
-            if location in self._forgotten_processes:
+            if (tenant, beat.host, update.key) in self._forgotten_processes:
                 continue
             if beat.brief:
-                known = self.processes.get(location)
+                known = agent.processes.get((beat.host, update.key))
                 all_known &= known is not None and apply_terse_update(known, update, now)
             else:
-                all_known &= self._apply_full_update(beat, update, now)
-        self._apply_replies(beat, now)
+                all_known &= self._apply_full_update(agent, beat, update, now)
+        self._apply_replies(agent, beat, now)
         for key in beat.gone:
-            if (gone := self.processes.get((beat.host, key))) is not None:
+            if (gone := agent.processes.get((beat.host, key))) is not None:
                 gone.finished_reporting = True
         self.foreign_groups.connect_members()
         if not beat.brief:
@@ -203,24 +250,36 @@ class Fleet:
                 process.attempt.update_suspects(process)
         return all_known
 
-    def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
+    def _apply_replies(self, agent: ReportingAgent, beat: heartbeat.Heartbeat, now: float) -> None:
         """Applies the evidence that was requested."""
         for sample in beat.samples:
-            process = self.processes.get((beat.host, sample.key))
+            process = agent.processes.get((beat.host, sample.key))
             if process is not None:
                 samples = (*process.samples, StackSample.from_reply(sample, now))
                 process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
         for reply in beat.calls:
-            process = self.processes.get((beat.host, reply.key))
+            process = agent.processes.get((beat.host, reply.key))
             stream = process.streams.get(reply.uid) if process is not None else None
             if process is not None and stream is not None:
                 stream.add_answer(CallWindow(reply.from_seq, reply.to_seq, max(1, reply.step)))
                 record_calls(process, stream, reply.calls)
                 process.refresh_streams()
         for hardware in beat.hardware:
-            process = self.processes.get((beat.host, hardware.key))
+            process = agent.processes.get((beat.host, hardware.key))
             if process is not None:
                 process.attempt.hardware[beat.host] = HostHardware.from_reply(hardware, now)
+
+    def find_process(
+        self, agent: str, host: str, update: heartbeat.ProcessUpdate
+    ) -> Process | None:
+        """The process that an update of a node agent is about: one that this agent reports, or that
+        another one reports for the job that the update names.
+        """
+        known = self.agents.get(agent)
+        process = None if known is None else known.processes.get((host, update.key))
+        if process is None and update.identity is not None:
+            process = self.processes.get((update.identity.job, host, update.key))
+        return process
 
     def list_processes(self, agent: str) -> Iterable[Process]:
         """The processes that a node agent reports."""
@@ -234,17 +293,24 @@ class Fleet:
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops an attempt but not its processes, see `drop_processes`."""
-        self.attempts.pop(attempt.key, None)
-        if self.latest_attempt(attempt.job) is None:
-            self.former_attempts[attempt.job] = FormerAttempt(
+        job, family = attempt.job, get_family(attempt.job)
+        if self.attempts.pop(attempt.key, None) is not None:
+            del self._families[family][job][attempt.number]
+        if self.latest_attempt(job) is None:
+            jobs = self._families.get(family, {})
+            jobs.pop(job, None)
+            if not jobs:
+                self._families.pop(family, None)
+            self.former_attempts[job] = FormerAttempt(
                 number=attempt.number,
                 restart=attempt.restart,
                 last_seen_at=attempt.last_seen_at,
                 # Without any process, all have joined another world.
                 is_finished=attempt.is_finished or not attempt.processes,
             )
-            while len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
-                del self.former_attempts[next(iter(self.former_attempts))]
+            if len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
+                for excess in take_turns(reversed(self.former_attempts))[FORMER_ATTEMPTS_KEPT:]:
+                    del self.former_attempts[excess]
 
     def drop_processes(self, attempt: Attempt, max_processes: int) -> bool:
         """Drops up to ``max_processes`` of a forgotten attempt's current processes, since dropping
@@ -268,7 +334,8 @@ class Fleet:
         self._unregister_process(process)
         self.foreign_groups.leave_groups(process)
         if process.is_alive:
-            self._forgotten_processes[process.host, process.key] = None
+            tenant = get_tenant(process.agent)
+            self._forgotten_processes[tenant, process.host, process.key] = None
         for stream in process.streams.values():
             disconnect_channel(stream)
             if stream.group_state is not None:
@@ -283,24 +350,35 @@ class Fleet:
         return any(process.is_urgent for process in self.list_processes(agent))
 
     def _apply_full_update(
-        self, beat: heartbeat.Heartbeat, update: heartbeat.ProcessUpdate, now: float
+        self,
+        agent: ReportingAgent,
+        beat: heartbeat.Heartbeat,
+        update: heartbeat.ProcessUpdate,
+        now: float,
     ) -> bool:
         location, identity = (beat.host, update.key), update.identity
-        process = self.processes.get(location)
+        process = self.find_process(beat.agent, beat.host, update)
+        if process is not None and is_owned_by_other(process, beat, now):
+            self.foreign_reports += 1
+            return True
         if process is not None and identity is not None and self._has_moved(process, identity):
             # The process reported a rank before init_process_group assigned it another one, or joins
             # another world.
             if process.holds_rank:
                 process.attempt.assign_rank(None, process.rank)
                 process.attempt.shrink_world()
+            self._unregister_process(process)
             process = None
         if process is None:
             if identity is None:
                 return False
             process = self._register_process(beat, update.key, identity, now)
-        if process.agent != beat.agent:
+        elif identity is not None and identity.job != process.identity.job:
+            self._index_process(process, identity.job)
+        if agent.processes.get(location) is not process:
             self._leave_agent(process)
-            self.agents[beat.agent].processes[location] = process
+            self.agents.join_family(agent, get_family(process.identity.job))
+            agent.processes[location] = process
             process.agent = beat.agent
             process.owner = get_owner(beat)
             process.attempt.owners.add(process.owner)
@@ -312,7 +390,19 @@ class Fleet:
 
     def _unregister_process(self, process: Process) -> None:
         self._leave_agent(process)
-        self.processes.pop((process.host, process.key), None)
+        self._index_process(process, None)
+
+    def _index_process(self, process: Process, job: str | None) -> None:
+        """Makes a process the one that its host reports for a job; None: for no job."""
+        former = (process.identity.job, process.host, process.key)
+        if self.processes.get(former) is process:
+            del self.processes[former]
+            change_count(self.process_counts, get_family(process.identity.job), -1)
+        if job is not None:
+            key = (job, process.host, process.key)
+            if key not in self.processes:
+                change_count(self.process_counts, get_family(job), 1)
+            self.processes[key] = process
 
     def _register_process(
         self,
@@ -345,6 +435,8 @@ class Fleet:
                 foreign_groups=self.foreign_groups,
             )
             self.attempts[attempt.key] = attempt
+            family = self._families.setdefault(get_family(job), {})
+            family.setdefault(job, {})[attempt.number] = attempt
         else:
             former = None
         process = Process(
@@ -358,7 +450,7 @@ class Fleet:
         attempt.assign_rank(process, identity.rank)
         if former is not None and holder is not None and holder.is_alive:
             former.twins[identity.rank], attempt.twins[identity.rank] = process, holder
-        self.processes[host, key] = process
+        self._index_process(process, identity.job)
         return process
 
     def _has_moved(self, process: Process, identity: heartbeat.ProcessIdentity) -> bool:
@@ -378,7 +470,7 @@ class Fleet:
     def list_family(self, job: str) -> list[Attempt]:
         """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
         latest: dict[str, Attempt] = {}
-        for attempt in self.attempts.values():
+        for attempt in self.iter_related(get_family(job)):
             if job in (attempt.job, attempt.reported_job):
                 latest[attempt.job] = attempt
         return sorted(latest.values(), key=lambda attempt: (attempt.job != job, attempt.opened_at))

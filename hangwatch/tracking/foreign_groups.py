@@ -21,6 +21,7 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState
 from .process import ChannelKey, Process
+from .tenants import get_tenant
 
 _FIRST_OUTSIDE = -2  # -1 means any rank
 _MAX_OUTSIDE_KEPT = 1 << 17
@@ -57,7 +58,8 @@ class ForeignGroups:
     def join_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
         """Registers a member, and returns the group as it is known before `connect_members`."""
         numbers = unpack_ranks(identity.ranks)
-        key = f"{identity.foreign}/{len(numbers)}"
+        # Whoever may not report the other members cannot join their group either.
+        key = f"{identity.foreign}/{len(numbers)}/{get_tenant(process.agent)}"
         if process.attempt.is_of_group:
             # What such processes do must not change what is concluded about the ranks of a world.
             key += f"/{process.attempt.job}"

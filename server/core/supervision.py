@@ -113,8 +113,6 @@ class Counters:
     malformed: int = 0
     refused: int = 0  # heartbeats while the server was overloaded
     refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
-    foreign_reports: int = 0  # processes that another node agent reports
     resyncs: int = 0
     diagnoses: int = 0
     diagnosis_s: float = 0.0  # CPU time
-    opened: int = 0  # incidents

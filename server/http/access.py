@@ -74,15 +74,25 @@ _NO_TOKEN = Problem(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentGrant:
-    """What a node agent may send. ``signed`` and ``credential`` are None without a signature."""
+    """What a node agent may send. ``signed`` and ``credential`` are None without a signature, and
+    ``uid`` is None on a server with a token.
+    """
 
     signed: request_signing.SignedRequest | None = None
     credential: request_signing.Credential | None = None
+    uid: int | None = None
 
     @property
     def job(self) -> str | None:
         """The only job that it may report; None: any job."""
         return None if self.signed is None else self.signed.job
+
+    @property
+    def tenant(self) -> str:
+        """To whom the reports belong: see `hangwatch.tracking.tenants`."""
+        if self.uid is not None:
+            return f"uid {self.uid}"
+        return self.job or ""
 
 
 class AccessRefusedError(Exception):
@@ -147,7 +157,7 @@ class Authenticator:
             refusal = self.check_request(scope, headers)
             if refusal is not None:
                 raise AccessRefusedError(refusal)
-            return AgentGrant()
+            return AgentGrant(uid=scope.get(PEER_UID) if self._token is None else None)
         credential = self._make_credential(self._token, signed.job)
         if not credential.verify_request(signed, scope["method"], path):
             raise AccessRefusedError(_NO_TOKEN.make_response())

@@ -92,7 +92,7 @@ class AppState:
         if published_states and is_large(attempt.rank_count):
             return published_states
         records = self.shared.incidents.list_open(attempt)
-        lost_after_s = self.watch.report_scheduler.limits.lost_after_s
+        lost_after_s = self.watch.report_scheduler.get_limits(attempt.job).lost_after_s
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:

@@ -21,8 +21,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, URGENT_PRIORITY
-from hangwatch.protocol.request_signing import may_report_job
+from hangwatch.protocol.heartbeat import (
+    COMMANDS_PATH,
+    HEARTBEAT_PATH,
+    PROOF_PATH,
+    URGENT_PRIORITY,
+    get_family,
+)
+from hangwatch.tracking.tenants import qualify_agent
 
 from ..core import limits
 from ..core.problems import Problem
@@ -80,14 +86,16 @@ class AgentEndpoint:
         reply to a heartbeat.
         """
         _, body, grant = await self._receive(request, COMMANDS_PATH)
-        agent = heartbeat_checks.decode_head(body).agent
+        agent = decode_agent(body, grant)
         if agent is None:
             raise Problem(422, 'the body must name the node agent: {"agent": ID}')
         shared = self.watch.shared
-        jobs = shared.fleet.list_jobs(agent)
-        if not all(may_report_job(grant.job, job) for job in jobs):
-            raise Problem(403, "the token is another job's than that of the node agent")
-        limits.WAITING_AGENTS.check(shared.commands.waiting_count + 1)
+        families = [shared.agents.get_families(a)[0] for a in shared.commands.waiting_agents]
+        [family, *_] = shared.agents.get_families(agent)
+        count, total = families.count(family) + 1, len(families) + 1
+        limits.WAITING_AGENTS.check_share(count, total, family)
+        if agent not in shared.agents:
+            raise Problem(403, "no node agent of this name reports with this token")
         disconnected = asyncio.ensure_future(request.receive())
         waiting = asyncio.ensure_future(shared.commands.wait_for_commands(agent, POLL_S))
         try:
@@ -132,13 +140,17 @@ class AgentEndpoint:
         """Queues a heartbeat. Raises Problem if the server is overloaded."""
         watch = self.watch
         is_urgent = headers.get("priority") == URGENT_PRIORITY
-        refusal = watch.shared.load.make_refusal(is_urgent)
+        family = get_family(grant.job or "")
+        refusal = watch.shared.load.make_refusal(is_urgent, family)
         if refusal is not None:
-            watch.heartbeats.refuse_heartbeat(heartbeat_checks.decode_head(body).agent)
+            watch.heartbeats.refuse_heartbeat(decode_agent(body, grant))
             raise refusal
 
         def decode_heartbeat() -> heartbeat.Heartbeat:
             beat = parse_heartbeat(body)
+            if grant.tenant:
+                # Nobody else has the heartbeat yet, so that it need not be copied.
+                object.__setattr__(beat, "agent", qualify_agent(grant.tenant, beat.agent))
             check_job(beat, grant.job)
             check_memory(beat, watch.shared.fleet)
             if watch.job_claims is not None:
@@ -152,7 +164,7 @@ class AgentEndpoint:
                 respond(AgentReply(codec.encode_message(reply)))
 
         watch.heartbeat_queue.submit(
-            QueuedHeartbeat(decode_heartbeat, is_urgent, time.monotonic(), take_reply)
+            QueuedHeartbeat(decode_heartbeat, is_urgent, time.monotonic(), take_reply, family)
         )
 
     def refuse(self, error: Exception, *, is_heartbeat: bool = True) -> Response:
@@ -217,6 +229,12 @@ def build_router(endpoint: AgentEndpoint) -> APIRouter:
         summary="Proves that the server knows the token, before an agent sends stacks to it",
     )(endpoint.get_proof)
     return routes
+
+
+def decode_agent(body: bytes, grant: AgentGrant) -> str | None:
+    """The server's name of the node agent that a body names; None if it names none."""
+    agent = heartbeat_checks.decode_head(body).agent
+    return None if agent is None else qualify_agent(grant.tenant, agent)
 
 
 def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:

@@ -240,9 +240,9 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
         "hangwatch_heartbeats": counters.heartbeats,
         "hangwatch_heartbeats_malformed": counters.malformed,
         "hangwatch_heartbeats_refused": counters.refused,
-        "hangwatch_foreign_reports": counters.foreign_reports,
+        "hangwatch_foreign_reports": watch.shared.fleet.foreign_reports,
         "hangwatch_resyncs": counters.resyncs,
-        "hangwatch_incidents_opened": counters.opened,
+        "hangwatch_incidents_opened": watch.shared.incidents.opened_count,
         "hangwatch_diagnoses": counters.diagnoses,
         "hangwatch_diagnosis_failures": watch.shared.failures.count,
         "hangwatch_diagnosis_seconds": counters.diagnosis_s,
@@ -251,11 +251,13 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
     for name, value in values.items():
         yield make_metric(name, value)
     yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
-    refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
+    alerter = watch.persistence.alerter
+    refused = counters.refusals_by_limit + watch.shared.incidents.refusals + alerter.refusals
+    refusals = {limit.name: refused[limit.name] for limit in LIMITS}
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
     sent: Counter[str] = Counter()
     failed: Counter[str] = Counter()
-    for queue in watch.persistence.alerter.queues.values():  # two channels may have the same name
+    for queue in alerter.queues.values():  # two channels may have the same name
         sent[queue.channel.name] += queue.sent
         failed[queue.channel.name] += queue.failed
     yield make_metric("hangwatch_alerts_sent", sent, "channel")

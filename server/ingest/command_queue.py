@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.heartbeat import get_family
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
+from hangwatch.tracking.tenants import change_count
 
 from ..core.clock import Clock, ulid
 from ..core.events import wait_for_event
@@ -36,6 +39,7 @@ class _RequestedEvidence:
 class _AgentCommands:
     """The commands for one node agent."""
 
+    family: str = ""  # the family of the first process's job
     # The commands by id, until they are sent, and the time when each was queued.
     unsent: dict[str, tuple[Command, float]] = field(default_factory=dict)
     evidence: dict[_Subject, _RequestedEvidence] = field(default_factory=dict)  # the last request
@@ -49,6 +53,8 @@ class CommandQueue:
     """Queued and unanswered commands. The same evidence is requested only once at a time."""
 
     clock: Clock
+    # The number of agents that have commands to get or to answer, by family of jobs.
+    busy_counts: Counter[str] = field(default_factory=Counter)
     _agents: dict[str, _AgentCommands] = field(default_factory=dict)  # most have none
     _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # the agents that wait
     _is_closed: bool = False
@@ -72,7 +78,7 @@ class CommandQueue:
                 subject = CommandKind.STACKS, process.key, 0
             else:
                 subject = CommandKind.CALLS, process.key, request.stream_uid
-            commands = self._agents.setdefault(process.agent, _AgentCommands())
+            commands = self._open_commands(process)
             last = commands.evidence.get(subject)
             if last is not None:
                 repeat_after_s = REQUEST_EXPIRES_S
@@ -99,11 +105,20 @@ class CommandQueue:
     def queue_command(self, process: Process, kind: CommandKind, now: float, **fields: Any) -> str:
         """Queues a command with further ``fields`` for the node agent of a process. Returns its id."""
         command = Command(id=ulid(self.clock.wall()), kind=kind, key=process.key, **fields)
-        commands = self._agents.setdefault(process.agent, _AgentCommands())
+        commands = self._open_commands(process)
         commands.unsent[command.id] = command, now
         if (arrival := self._arrivals.get(process.agent)) is not None:
             arrival.set()
         return command.id
+
+    def _open_commands(self, process: Process) -> _AgentCommands:
+        """The commands for the node agent of a process."""
+        commands = self._agents.get(process.agent)
+        if commands is None:
+            commands = _AgentCommands(family=get_family(process.attempt.job))
+            self._agents[process.agent] = commands
+            change_count(self.busy_counts, commands.family, 1)
+        return commands
 
     def _find_commands(self, agent: str) -> _AgentCommands:
         return self._agents.get(agent, _NO_COMMANDS)
@@ -113,14 +128,9 @@ class CommandQueue:
         return sum(len(commands.unsent) for commands in self._agents.values())
 
     @property
-    def busy_agent_count(self) -> int:
-        """The number of agents that have commands to get or to answer."""
-        return len(self._agents)
-
-    @property
-    def waiting_count(self) -> int:
-        """The number of agents that wait for commands."""
-        return len(self._arrivals)
+    def waiting_agents(self) -> Collection[str]:
+        """The agents that wait for commands."""
+        return self._arrivals.keys()
 
     async def wait_for_commands(self, agent: str, seconds: float) -> None:
         """Waits up to ``seconds`` until there is a command for an agent that was not sent yet."""
@@ -183,3 +193,4 @@ class CommandQueue:
             }
             if not commands.unsent and not commands.evidence:
                 del self._agents[agent]
+                change_count(self.busy_counts, commands.family, -1)

@@ -1,5 +1,5 @@
 """Decodes heartbeats, and checks before any of it is applied that each is within the limits and
-reports nothing that belongs to another node agent.
+reports no other job than its sender may.
 
 msgspec decodes them straight into the dataclasses of the protocol, whose annotations are the schema.
 Generated `msgspec.Struct` types would take half the time (25 instead of 47 us for 8 ranks with 4
@@ -9,8 +9,7 @@ groups each, 7 instead of 10 us for a brief heartbeat, CPython 3.11), but `datac
 Compatible types are accepted, such as a number that is written as a string. The first error ends the
 decoding, however many there are.
 
-Until a node agent is silent, nobody else may report its processes or their ranks: otherwise one job's
-agent could hide or invent another job's verdicts.
+What is kept in memory counts against the quota of the family of jobs for which it is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -32,10 +31,10 @@ from hangwatch.model.calls import Hash64
 from hangwatch.model.groups import count_ranks
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import Heartbeat
+from hangwatch.protocol.heartbeat import Heartbeat, get_family
 from hangwatch.protocol.request_signing import may_report_job
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet, is_owned_by_other
+from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
 from ..core.limits import read_resident_bytes
@@ -54,9 +53,6 @@ MAX_SECONDS = 1e9
 _LENGTH_LIMITS = {"`str`": limits.STRING, "`array`": limits.LIST}  # by msgspec's name of the type
 # The errors of msgspec and UTF-8 are ValueErrors.
 _DECODING_ERRORS = (ValueError, RecursionError)
-
-# The parts of a heartbeat that name a process by its ``key``.
-_KEYED_FIELDS = ("processes", "samples", "calls", "hardware", "aborts", "traces", "recordings")
 
 
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
@@ -234,7 +230,11 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
 def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
-        limits.AGENTS.check(len(fleet.agents) + 1, remedy=_REMEDY)
+        jobs = {update.identity.job for update in beat.processes if update.identity is not None}
+        families = set(map(get_family, jobs)) or fleet.agents.get_families(beat.agent)
+        for family in families:
+            count = fleet.agents.counts[family] + 1
+            limits.AGENTS.check_share(count, len(fleet.agents) + 1, family, _REMEDY)
     growing: list[heartbeat.ProcessUpdate] = []  # usually none
     for update in beat.processes:
         if update.identity is not None or any(s.identity is not None for s in update.streams):
@@ -242,34 +242,48 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         # Few processes come near the limit: only these are counted exactly.
         if len(update.streams) > limits.STREAMS.maximum // 2:
             uids = {stream.uid for stream in update.streams}
-            known = fleet.processes.get((beat.host, update.key))
+            known = fleet.find_process(beat.agent, beat.host, update)
             if known is not None:
                 uids |= known.streams.keys()
             limits.STREAMS.check(len(uids), f"process {update.key}")
     if not growing:
         return
     new_identities = [
-        process.identity
-        for process in growing
-        if process.identity is not None and (beat.host, process.key) not in fleet.processes
+        update.identity
+        for update in growing
+        if update.identity is not None and fleet.find_process(beat.agent, beat.host, update) is None
     ]
     if new_identities:
-        limits.PROCESSES.check(len(fleet.processes) + len(new_identities), remedy=_REMEDY)
-        new_jobs = {identity.job for identity in new_identities}
-        jobs = fleet.list_jobs(beat.agent) | new_jobs
-        limits.JOBS_PER_AGENT.check(len(jobs), "{} jobs")
-        attempt_counts = Counter(key.job for key in fleet.attempts)
-        for job in new_jobs:
-            count = attempt_counts[job] + 1
-            limits.ATTEMPTS_PER_JOB.check(count, f"job {job}", "give it another name")
-        new_jobs -= attempt_counts.keys()
-        if new_jobs:
-            limits.ATTEMPTS.check(len(fleet.attempts) + len(new_jobs), remedy=_REMEDY)
-    added_members = _count_added_members(beat.host, growing, fleet)
+        _check_new_processes(beat.agent, new_identities, fleet)
+    added_members = _count_added_members(beat, growing, fleet)
     if added_members:
-        limits.MEMBERS.check(fleet.count_members() + added_members, remedy=_REMEDY)
+        total = fleet.count_members() + added_members.total()
+        for family, count in added_members.items():
+            count += fleet.count_members(family)
+            limits.MEMBERS.check_share(count, total, family, _REMEDY)
     if new_identities or added_members:
         limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
+
+
+def _check_new_processes(
+    agent: str, identities: Iterable[heartbeat.ProcessIdentity], fleet: Fleet
+) -> None:
+    """Raises Problem if there would be too many processes, jobs or attempts."""
+    added = Counter(get_family(identity.job) for identity in identities)
+    total = len(fleet.processes) + sum(added.values())
+    for family, count in added.items():
+        count += fleet.process_counts[family]
+        limits.PROCESSES.check_share(count, total, family, _REMEDY)
+    new_jobs = {identity.job for identity in identities}
+    limits.JOBS_PER_AGENT.check(len(fleet.list_jobs(agent) | new_jobs), "{} jobs")
+    for job in new_jobs:
+        count = len(fleet.list_attempts(job)) + 1
+        limits.ATTEMPTS_PER_JOB.check(count, f"job {job}", "give it another name")
+    new_jobs = {job for job in new_jobs if fleet.latest_attempt(job) is None}
+    total = len(fleet.attempts) + len(new_jobs)
+    for family, count in Counter(map(get_family, new_jobs)).items():
+        count += sum(1 for _ in fleet.iter_related(family))
+        limits.ATTEMPTS.check_share(count, total, family, _REMEDY)
 
 
 @dataclass(slots=True)
@@ -283,13 +297,15 @@ class _Growth:
 
 
 def _count_added_members(
-    host: str, processes: Iterable[heartbeat.ProcessUpdate], fleet: Fleet
-) -> int:
-    """The members that groups and worlds add. Raises Problem if an attempt would have too many."""
+    beat: Heartbeat, processes: Iterable[heartbeat.ProcessUpdate], fleet: Fleet
+) -> Counter[str]:
+    """The members that groups and worlds add, by family. Raises Problem if an attempt would have too
+    many.
+    """
     growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
     for process in processes:
         identity = process.identity
-        reported = fleet.processes.get((host, process.key))
+        reported = fleet.find_process(beat.agent, beat.host, process)
         if reported is not None:
             grown = growth.setdefault(reported.attempt.key, _Growth(reported.attempt))
         elif identity is not None:
@@ -306,8 +322,8 @@ def _count_added_members(
             group = stream.identity
             if group is not None and (attempt is None or not attempt.has_group(group)):
                 grown.groups.add(group)
-    added = 0
-    for grown in growth.values():
+    added: Counter[str] = Counter()
+    for key, grown in growth.items():
         known_count = known_size = 0
         if grown.attempt is not None:
             known_count = grown.attempt.count_members()
@@ -315,35 +331,6 @@ def _count_added_members(
         members = count_members(grown.groups) + max(0, grown.world_size - known_size)
         if members:
             limits.ATTEMPT_MEMBERS.check(known_count + members)
-        added += max(members, grown.opened_world_size)
+        if members := max(members, grown.opened_world_size):
+            added[get_family(key if isinstance(key, str) else key.job)] += members
     return added
-
-
-def drop_foreign_reports(
-    beat: heartbeat.Heartbeat, fleet: Fleet, now: float
-) -> tuple[heartbeat.Heartbeat, int]:
-    """The heartbeat without reports of other active agents' processes, and the number of these."""
-    named = set(beat.gone)
-    for name in _KEYED_FIELDS:
-        for item in getattr(beat, name):  # most are empty
-            named.add(item.key)
-    if beat.performance is not None:
-        named.update(stream.key for stream in beat.performance.streams)
-    foreign = {
-        key
-        for key in named
-        if (process := fleet.processes.get((beat.host, key))) is not None
-        and is_owned_by_other(process, beat, now)
-    }
-    if not foreign:
-        return beat, 0
-
-    def keep_own(items: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(item for item in items if item.key not in foreign)
-
-    changes: dict[str, Any] = {name: keep_own(getattr(beat, name)) for name in _KEYED_FIELDS}
-    changes["gone"] = tuple(key for key in beat.gone if key not in foreign)
-    if beat.performance is not None:
-        own_streams = keep_own(beat.performance.streams)
-        changes["performance"] = replace(beat.performance, streams=own_streams)
-    return replace(beat, **changes), len(foreign)

@@ -13,25 +13,30 @@ diagnosis follow their interval. What differs from this rule does so for a reaso
   A host whose ranks all make progress then sends their positions with every third heartbeat only.
 - A few hosts report within a second, before all others: those with a request to answer, those with
   urgent changes, those named by a diagnosis, and those for which `Fleet.is_urgent` holds.
+- Jobs share these rates: hosts are those of the job and of the jobs that its ranks start, and only a
+  job with more hosts than its share of the rate reports less often (`ReportScheduler.weigh_hosts`).
 
 A round of the diagnosis begins as soon as something was reported, and four times a second in any case.
-All small jobs are diagnosed in each round, and rounds take a third of a core at most. A large job,
+All small jobs are diagnosed in each round, except for those of a family that takes long (`RoundTurns`),
+and rounds take a third of a core at most. A large job,
 which takes seconds, has a share of its own: a third of a core while the next reports may decide a
 verdict, at most a seventh otherwise.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.kinds import select_kinds
 from hangwatch.model.limits import Limits
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol.commands import Command
-from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.protocol.heartbeat import HeartbeatReply, get_family
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.limits import is_large
@@ -48,11 +53,11 @@ MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
 
 REQUESTED_INTERVAL_S = 0.2  # the interval of an agent with an open request or a trace
 PRESSING_INTERVAL_S = 1.0  # the time to the next heartbeat of an agent that may decide a verdict
-# The number of suspected agents, and the number of others, that report after PRESSING_INTERVAL_S in
-# one round.
+# The number of suspected agents, and the number of others, of a family that report after
+# PRESSING_INTERVAL_S in one round.
 MAX_PRESSING_AGENTS = 50
 SUSPECTED_S = 30.0  # an agent is suspected for so long after a diagnosis named it or it was urgent
-MAX_SUSPECTED_AGENTS = 500  # urgent heartbeats make no more agents suspected than this
+MAX_SUSPECTED_AGENTS = 500  # urgent heartbeats make no more agents of a family suspected than this
 
 POLL_S = 25.0  # less than the minute after which proxies close a connection without data
 MAX_POLLING_AGENTS = 256
@@ -61,6 +66,8 @@ RECENT_HEARTBEATS = 3
 
 ROUND_INTERVAL_S = 0.25
 MIN_PAUSE_S = 0.05  # the pause before the next round if a heartbeat arrives during the interval
+
+FAMILY_ROUND_S = 0.1  # the time in a round after which a family's other attempts wait for the next
 
 # The pause before the next run, as a multiple of the CPU time of the last one.
 DECIDING_FACTOR = 2.0  # the next reports may decide a verdict: a third of a core
@@ -79,12 +86,25 @@ BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
-def find_interval_s(hosts: int, late_s: float = 0.0, least_s: float = MIN_INTERVAL_S) -> float:
+def find_interval_s(hosts: float, late_s: float = 0.0, least_s: float = MIN_INTERVAL_S) -> float:
     """Seconds between two heartbeats of each of ``hosts``. The interval grows with the event loop's
     lateness, ``late_s``, on a server that lacks CPU time.
     """
     affordable_s = max(least_s, hosts / USUAL_HEARTBEATS_PER_S) * (1 + 10 * late_s)
     return min(affordable_s, max(MAX_USUAL_INTERVAL_S, hosts / MAX_HEARTBEATS_PER_S))
+
+
+def find_fair_share(wanted: Collection[int], total: int) -> float:
+    """The most that each gets of ``total`` if nobody gets more than is wanted, and what some leave is
+    shared by the others (max-min fairness); infinite if there is enough for all.
+    """
+    remaining: float = total
+    for served, want in enumerate(sorted(wanted)):
+        share = remaining / (len(wanted) - served)
+        if want > share:
+            return share
+        remaining -= want
+    return float("inf")
 
 
 def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
@@ -116,39 +136,60 @@ class ReportScheduler:
     shared: SharedState
     configured_limits: Limits
     suspected: dict[str, float] = field(default_factory=dict)  # the suspected agents, until when
-    # The numbers of suspected agents (True) and others (False) that report sooner in this round. The
-    # limits are separate because half of all hosts may be urgent while a hang resolves.
-    _pressing_counts: Counter[bool] = field(default_factory=Counter)
+    # The numbers of suspected agents (True) and others (False) that report sooner in this round, by
+    # family. The limits are separate because half of all hosts may be urgent while a hang resolves.
+    _pressing_counts: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    _suspected_counts: Counter[str] = field(default_factory=Counter)  # by family, in this round
+    _fair_hosts: tuple[Counter[str], float] | None = None  # for these numbers of agents
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds between two heartbeats of a host."""
-        return find_interval_s(self.shared.agents.reporting_count, self.shared.load.late_s)
-
-    @property
-    def max_gap_s(self) -> float:
-        """Seconds between two heartbeats of a host, including the time that they are queued."""
-        return self.interval_s + self.shared.load.waited_s
-
-    @property
-    def limits(self) -> Limits:
-        """The configured limits, at the interval at which hosts report now."""
-        return replace(self.configured_limits, report_interval_s=self.max_gap_s)
-
-    @property
-    def recent_s(self) -> float:
-        """The age in seconds up to which a heartbeat is recent enough to end a rank because of it."""
-        return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.max_gap_s)
-
-    @property
-    def steady_s(self) -> float | None:
-        """Seconds between two heartbeats of a steady host: so few that one lost heartbeat does not make
-        the host count as lost. None: `interval_s`.
+    def weigh_hosts(self, *families: str) -> float:
+        """The number of hosts by which the interval of a family's hosts is chosen: as many hosts alone
+        would report as often. For several families, the lowest number.
         """
-        interval_s = self.interval_s
+        counts = self.shared.agents.reporting_counts
+        if self._fair_hosts is None or self._fair_hosts[0] is not counts:
+            affordable = int(USUAL_HEARTBEATS_PER_S * MIN_INTERVAL_S)
+            self._fair_hosts = counts, find_fair_share(counts.values(), affordable)
+        share = self._fair_hosts[1]
+        hosts = min(map(counts.__getitem__, families))
+        return hosts if hosts <= share else hosts * USUAL_HEARTBEATS_PER_S * MIN_INTERVAL_S / share
+
+    def get_interval_s(self, *families: str) -> float:
+        """Seconds between two heartbeats of a host of these families."""
+        return find_interval_s(self.weigh_hosts(*families), self.shared.load.late_s)
+
+    def get_max_gap_s(self, *families: str) -> float:
+        """Seconds between two heartbeats of a host, including the time that they are queued."""
+        wait_s = max(map(self.shared.load.get_wait_s, families))
+        return self.get_interval_s(*families) + wait_s
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Seconds between two heartbeats of a host of the largest family, on the busiest queue."""
+        counts = self.shared.agents.reporting_counts
+        largest = max(counts, key=counts.__getitem__, default="")
+        return self.get_interval_s(largest) + self.shared.load.waited_s
+
+    def get_limits(self, job: str) -> Limits:
+        """The configured limits, at the interval at which the hosts of a job report now."""
+        gap_s = self.get_max_gap_s(get_family(job))
+        return replace(self.configured_limits, report_interval_s=gap_s)
+
+    def get_recent_s(self, job: str) -> float:
+        """The age in seconds up to which a job's heartbeat is recent enough to end a rank because of
+        it.
+        """
+        return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.get_max_gap_s(get_family(job)))
+
+    def get_steady_s(self, interval_s: float, *families: str) -> float | None:
+        """Seconds between two heartbeats of a steady host of these families: so few that one lost
+        heartbeat does not make the host count as lost. None: ``interval_s``, as usual.
+        """
         if interval_s >= RARE_INTERVAL_S:  # a large job's heartbeats need nothing more
             return None
-        wanted_s = min(RARE_INTERVAL_S, self.limits.lost_after_s / 2)
+        gap_s = interval_s + max(map(self.shared.load.get_wait_s, families))
+        limits = replace(self.configured_limits, report_interval_s=gap_s)
+        wanted_s = min(RARE_INTERVAL_S, limits.lost_after_s / 2)
         return wanted_s if wanted_s > interval_s else None
 
     def make_reply(
@@ -156,25 +197,28 @@ class ReportScheduler:
     ) -> HeartbeatReply:
         """The reply to an agent's heartbeat, with the time and the manner of its next one."""
         shared = self.shared
-        hosts = shared.agents.reporting_count
-        usual_s = self.interval_s
+        families = shared.agents.get_families(agent)
+        hosts = self.weigh_hosts(*families)
+        usual_s = find_interval_s(hosts, shared.load.late_s)
         interval_s = find_slot_wait_s(agent, usual_s, now)
         details_s = steady_s = None
         is_awaited = True
         is_traced = shared.traces.is_agent_traced(agent)
         if is_traced or shared.commands.has_open_request(agent):
-            busy = len(shared.traces.requests) if is_traced else shared.commands.busy_agent_count
+            busy_counts = shared.commands.busy_counts
+            busy = len(shared.traces.requests) if is_traced else busy_counts[families[0]]
             requested_s = find_interval_s(busy, shared.load.late_s, REQUESTED_INTERVAL_S)
             interval_s = min(interval_s, requested_s)
         elif (is_suspected := agent in self.suspected) or shared.fleet.is_urgent(agent):
-            is_awaited = self._pressing_counts[is_suspected] < MAX_PRESSING_AGENTS
+            pressing = (families[0], is_suspected)
+            is_awaited = self._pressing_counts[pressing] < MAX_PRESSING_AGENTS
             if is_awaited:
-                self._pressing_counts[is_suspected] += 1
+                self._pressing_counts[pressing] += 1
                 interval_s = min(interval_s, PRESSING_INTERVAL_S)
         else:
             is_awaited = False
             details_s = find_terse_time_s(agent, usual_s, now)
-            steady_s = self.steady_s
+            steady_s = self.get_steady_s(usual_s, *families)
         shared.agents[agent].is_awaited = is_awaited
         has_slots = usual_s >= RARE_INTERVAL_S
         return HeartbeatReply(
@@ -192,7 +236,9 @@ class ReportScheduler:
     def record_heartbeat(self, agent: str, urgent: bool, now: float) -> None:
         """Records a heartbeat. One that is urgent although that was not requested has changes."""
         is_awaited = self.shared.agents[agent].is_awaited
-        if urgent and not is_awaited and len(self.suspected) < MAX_SUSPECTED_AGENTS:
+        [family, *_] = self.shared.agents.get_families(agent)
+        if urgent and not is_awaited and self._suspected_counts[family] < MAX_SUSPECTED_AGENTS:
+            self._suspected_counts[family] += agent not in self.suspected
             self.suspect_agents([agent], now)
 
     def suspect_agents(self, agents: Iterable[str], now: float) -> None:
@@ -203,6 +249,33 @@ class ReportScheduler:
         """Starts a new round of diagnosis, with new limits on how many agents report sooner."""
         self._pressing_counts.clear()
         self.suspected = {agent: until for agent, until in self.suspected.items() if until > now}
+        self._suspected_counts = Counter(
+            self.shared.agents.get_families(agent)[0] for agent in self.suspected
+        )
+
+
+@dataclass(slots=True)
+class RoundTurns:
+    """Decides which attempts have their turn in a round: those that have waited longest first, and of
+    each family only so many as take `FAMILY_ROUND_S`. So the attempts of one job, however many there
+    are, do not delay those of others.
+    """
+
+    _rounds: int = 0
+    _served: dict[AttemptKey, int] = field(default_factory=dict)  # the last round of each attempt
+
+    def iter_due(self, attempts: Collection[Attempt]) -> Iterator[Attempt]:
+        """The attempts that have their turn. The time that each takes is that until the next one."""
+        self._rounds += 1
+        self._served = {a.key: self._served.get(a.key, 0) for a in attempts}
+        spent_s: dict[str, float] = {}
+        for attempt in sorted(attempts, key=lambda attempt: self._served[attempt.key]):
+            family = get_family(attempt.job)
+            if spent_s.get(family, 0.0) < FAMILY_ROUND_S:
+                began_at = time.perf_counter()
+                self._served[attempt.key] = self._rounds
+                yield attempt
+                spent_s[family] = spent_s.get(family, 0.0) + time.perf_counter() - began_at
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from hangwatch.diagnosis import (
     is_quiet,
 )
 from hangwatch.model.ranks import AttemptKey, RankState
+from hangwatch.protocol.heartbeat import get_family
 from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
@@ -101,18 +102,17 @@ class Diagnoser:
         if attempt.has_urgent_changes:
             attempt.has_urgent_changes = False
             last.backoff.changed_at = shared.now()
-        known_incidents = set(shared.incidents.records)
         has_failed = True
         with shared.failures.isolate(f"the diagnosis of job {attempt.job}"):
             await self._run_diagnosis(attempt, last)
             has_failed = False
         last.has_failed = has_failed
         shared.counters.diagnoses += 1
-        shared.counters.opened += len(set(shared.incidents.records) - known_incidents)
 
     async def _run_diagnosis(self, attempt: Attempt, last: AttemptRecord) -> None:
         shared = self.shared
-        limits = self.report_scheduler.limits
+        limits = self.report_scheduler.get_limits(attempt.job)
+        family = get_family(attempt.job)
 
         def update_incidents() -> Diagnosis:
             # Heartbeats that were applied before the work began count as received.
@@ -123,13 +123,14 @@ class Diagnoser:
 
         diagnosis, spent_s = Diagnosis(), 0.0
         if not is_quiet(attempt, shared.now(), limits) or shared.incidents.list_open(attempt):
-            apply_queued_s = max(MIN_APPLY_QUEUED_S, shared.load.waited_s / 3)
+            apply_queued_s = max(MIN_APPLY_QUEUED_S, shared.load.get_wait_s(family) / 3)
             diagnosis, spent_s = await self.read_attempt(attempt, update_incidents, apply_queued_s)
         shared.counters.diagnosis_s += spent_s
         last.unexplained_wait = diagnosis.unexplained_wait
         last.pause_note = diagnosis.pause_note
         now = shared.now()
-        last.backoff.record_diagnosis(diagnosis, spent_s, shared.load.waited_s, now)
+        wait_s = shared.load.get_wait_s(family)
+        last.backoff.record_diagnosis(diagnosis, spent_s, wait_s, now)
         shared.commands.request_evidence(attempt, diagnosis.requests, now)
         # The hosts of the verdicts' ranks report sooner. If there is no culprit, the next reports of
         # the ranks inside the verdict's calls decide.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S
+from hangwatch.tracking.tenants import take_turns
 
 from ..core import load
 from ..core.events import wait_for_event
@@ -19,7 +20,7 @@ from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
-from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S
+from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S, RoundTurns
 from .diagnoser import Diagnoser
 from .job_claims import JobClaims
 from .publisher import ChangePublisher
@@ -46,6 +47,8 @@ class DiagnosisLoop:
     aborter: Aborter | None
     job_claims: JobClaims | None  # None: no other server shares the database
     last_round_at: float = 0.0
+    _diagnosis_turns: RoundTurns = field(default_factory=RoundTurns)
+    _display_turns: RoundTurns = field(default_factory=RoundTurns)
     _garbage: GarbageScheduler = field(default_factory=GarbageScheduler)
 
     async def run(self) -> None:
@@ -73,7 +76,7 @@ class DiagnosisLoop:
         now = shared.now()
         current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
-        for attempt in current:
+        for attempt in self._diagnosis_turns.iter_due(current):
             with isolate(f"the incidents of job {attempt.job}"):
                 silent_s = now - attempt.last_seen_at
                 if not attempt.is_finished or silent_s < DIAGNOSED_AFTER_END_S:
@@ -84,14 +87,14 @@ class DiagnosisLoop:
             incidents.resolve_finished_jobs(fleet, now)
         if self.aborter is not None:
             with isolate("the recovery of jobs"):
-                await self.aborter.advance_recoveries(scheduler.recent_s)
+                await self.aborter.advance_recoveries(scheduler.get_recent_s)
         await self.publisher.publish_incidents(self.last_round_at)
         self.publisher.send_due_alerts(now)
-        for attempt in list(fleet.attempts.values()):
+        for attempt in self._display_turns.iter_due(list(fleet.attempts.values())):
             with isolate(f"the display of job {attempt.job}"):
                 await self.publisher.publish_states(attempt)
         with isolate("dropping what is no longer needed"):
-            shared.commands.drop_expired(now, scheduler.max_gap_s)
+            shared.commands.drop_expired(now, scheduler.longest_gap_s)
             self.retention.drop_expired(now)
             self._garbage.update(len(fleet.processes), now)
         with isolate("scheduling reports"):
@@ -115,7 +118,8 @@ class Retention:
         # The keys are sorted by job and number, so that each job's last number remains.
         latest_numbers = {key.job: key.number for key in sorted(attempts)}
         finished_count = process_count = 0
-        for attempt in sorted(attempts.values(), key=lambda a: -a.last_seen_at):
+        newest_first = sorted(attempts.values(), key=lambda a: -a.last_seen_at)
+        for attempt in take_turns(newest_first, lambda a: a.job):
             is_succeeded = attempt.number != latest_numbers[attempt.job]
             silent_s = now - attempt.last_seen_at
             # The exit of ranks on a lost host is never reported.

@@ -10,7 +10,6 @@ from hangwatch.protocol.commands import CommandReply
 
 from ..core import load
 from ..core.limits import is_large
-from ..ingest.heartbeat_checks import drop_foreign_reports
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
 from .cadence import ReportScheduler
@@ -33,8 +32,6 @@ class HeartbeatApplier:
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
-        beat, foreign = drop_foreign_reports(beat, fleet, now)
-        counters.foreign_reports += foreign
         is_known = beat.agent in shared.agents
         is_complete = fleet.apply_heartbeat(beat, now)
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)

@@ -80,7 +80,7 @@ class ChangePublisher:
         if now < published.states_due_at:
             return
         records = shared.incidents.list_open(attempt)
-        lost_after_s = self.diagnoser.report_scheduler.limits.lost_after_s
+        lost_after_s = self.diagnoser.report_scheduler.get_limits(attempt.job).lost_after_s
 
         def compute_states() -> tuple[dict[int, RankState], JobView, StateChanges]:
             """The state of each rank, the job, and the ranks whose state changed."""

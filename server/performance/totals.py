@@ -65,14 +65,14 @@ class PerformanceTotals:
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
         """Adds a report, unless it is repeated, without unknown processes and streams."""
-        report = beat.performance
+        report, agent = beat.performance, fleet.agents[beat.agent]
         if report is None or report.number <= self._report_numbers.get(beat.agent, 0):
             return
         self._report_numbers[beat.agent] = report.number
         if report.clock is not None and report.clock[0] <= report.clock[1]:
             self.clocks[beat.agent] = report.clock
         for part in report.streams:
-            process = fleet.processes.get((beat.host, part.key))
+            process = agent.processes.get((beat.host, part.key))
             if process is None:
                 continue
             stream = process.streams.get(part.uid)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -59,8 +59,10 @@ class Aborter:
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
     _is_failing: bool = False  # the last read of the database failed
 
-    async def advance_recoveries(self, recent_s: float) -> None:
-        """Runs one round over all incidents. Reports older than ``recent_s`` are ignored."""
+    async def advance_recoveries(self, get_recent_s: Callable[[str], float]) -> None:
+        """Runs one round over all incidents. Reports of a job that are older than ``get_recent_s`` of
+        its name are ignored.
+        """
         shared = self.shared
         attempts, incidents = shared.fleet.attempts, shared.incidents
         for record in incidents.records.values():
@@ -85,7 +87,7 @@ class Aborter:
                 self.orders.withdraw(record)
                 continue
             try:
-                await self._advance_recovery(record, attempt, recent_s)
+                await self._advance_recovery(record, attempt, get_recent_s(attempt.job))
             except sa.exc.SQLAlchemyError as error:
                 if not self._is_failing:
                     log.error(

@@ -81,7 +81,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
     encoded_beat = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(encoded_beat)) == 200
-    process = state.shared.fleet.processes["n", "1-1"]
+    process = state.shared.fleet.processes["run7", "n", "1-1"]
     last_seen_at = process.reports.last_seen_at
     state.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (

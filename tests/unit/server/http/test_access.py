@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
 
 from starlette.datastructures import Headers
 
+from hangwatch.protocol.request_signing import Credential, derive_job_token
 from hangwatch.server.http import access
 from hangwatch.server.http.access import (
     COOKIE_NAME,
+    PEER_UID,
     derive_session_value,
     has_token,
 )
@@ -103,3 +106,19 @@ def test_wrong_tokens_are_throttled() -> None:
     assert failures.wait_s("a", 10.0) == access.FAILURE_WINDOW_S - 10
     assert failures.wait_s("b", 10.0) == 0
     assert failures.wait_s("a", access.FAILURE_WINDOW_S) == 0
+
+
+def test_credential_decides_whose_reports_they_are() -> None:
+    """SECURITY.md: "a job's token, the server's token or, on a server without one, the user"."""
+    scope = {"method": "POST", "path": "/api/v1/heartbeats"}
+    without_token = access.Authenticator(None, "own", None)
+    for uid in {0, os.geteuid()}:
+        grant = without_token.check_agent({**scope, PEER_UID: uid}, {"host": "localhost"})
+        assert (grant.tenant, grant.job) == (f"uid {uid}", None)
+    with_token = access.Authenticator("s3cret", "own", None)
+    for token, tenant in (("s3cret", ""), (derive_job_token("s3cret", "run7"), "run7")):
+        signed = Credential.from_token(token).sign_request(b"{}")
+        grant = with_token.check_agent(scope, {"authorization": signed.header})
+        assert grant.tenant == tenant
+    grant = with_token.check_agent({**scope, PEER_UID: 0}, {"authorization": "Bearer s3cret"})
+    assert grant.tenant == ""

@@ -63,5 +63,5 @@ def test_agent_waits_until_there_is_a_command_that_no_heartbeat_took() -> None:
         return is_waiting
 
     assert asyncio.run(wait_for_command())
-    assert command_queue.waiting_count == 0
+    assert not command_queue.waiting_agents
     asyncio.run(command_queue.wait_for_commands("b", 0.01))

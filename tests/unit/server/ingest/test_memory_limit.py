@@ -47,7 +47,8 @@ def test_known_processes_are_reported_and_new_ones_refused(
 
 def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:
     world_size = limits.RANK.maximum
-    jobs = limits.MEMBERS.maximum // world_size
+    # The last one could only have half of what the others leave.
+    jobs = limits.MEMBERS.maximum // world_size - 1
     assert jobs < limits.JOBS_PER_AGENT.maximum
 
     def check_jobs(count: int) -> None:
@@ -70,9 +71,57 @@ def test_members_of_restarted_jobs_count() -> None:
         check_memory(beat, fleet)
         fleet.apply_heartbeat(beat, float(restart))
 
-    attempts = limits.MEMBERS.maximum // world_size
+    attempts = limits.MEMBERS.maximum // 2 // world_size
     for restart in range(attempts):
         start_attempt(restart)
-    assert fleet.count_members() == limits.MEMBERS.maximum
+    assert fleet.count_members() == limits.MEMBERS.maximum // 2
     with pytest.raises(Problem, match=limits.MEMBERS.text):
         start_attempt(attempts)
+
+
+def test_one_job_leaves_half_to_others() -> None:
+    """SECURITY.md: "A job leaves room for others"."""
+    limit = limits.Limit("things", 100, "things", "in memory", 429)
+    limit.check_share(50, 50, "first")
+    with pytest.raises(Problem, match="job 'first' may have 50, half of what other jobs leave"):
+        limit.check_share(51, 51, "first")
+    limit.check_share(25, 75, "second")
+    with pytest.raises(Problem, match="at most 100 things in memory"):
+        limit.check_share(26, 76, "second")
+    limit.check_share(1, 100, "last")
+    with pytest.raises(Problem, match="at most 100 things in memory"):
+        limit.check_share(1, 101, "too late")
+
+
+def test_a_launch_on_all_hosts_is_within_its_share() -> None:
+    """100,000 ranks on 12,500 hosts, while their former attempt is still known."""
+    assert limits.PROCESSES.find_share(0, 0) >= 2 * 100_000
+    assert limits.AGENTS.find_share(0, 0) >= 2 * 12_500
+    assert limits.AGENTS.find_share(0, 2 * 12_500) >= 12_500, "another such job"
+
+
+@pytest.mark.parametrize(
+    ("limit", "maximum", "status"),
+    [("ATTEMPTS", 8, 429), ("AGENTS", 8, 429), ("PROCESSES", 8, 429)],
+)
+def test_family_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch, limit: str, maximum: int, status: int
+) -> None:
+    """SECURITY.md: "What exceeds that is refused to it alone"."""
+    monkeypatch.setattr(limits, limit, replace(getattr(limits, limit), maximum=maximum))
+    fleet = Fleet()
+
+    def report(job: str, number: int) -> None:
+        process = make_process(number, job=job)
+        beat = replace(make_heartbeat(process), agent=f"agent {number} of {job}")
+        check_memory(beat, fleet)
+        fleet.apply_heartbeat(beat, 1.0)
+
+    for number in range(4):
+        report(f"evil/{number}", number)
+    with pytest.raises(
+        Problem, match="job 'evil' may have 4, half of what other jobs leave"
+    ) as raised:
+        report("evil/4", 4)
+    assert raised.value.status == status
+    report("run7", 5)

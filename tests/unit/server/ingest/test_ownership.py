@@ -15,6 +15,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build_app
+from hangwatch.server.core import limits
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.settings import Settings
@@ -118,7 +119,7 @@ def test_claimed_exit_of_others_process_is_dropped(scene: Scene) -> None:
     claim = scene.make_update(1, ended=ExitInfo(signal=9))
     scene.run_for(8, claim)
     assert scene.list_verdicts() == [(VerdictKind.MISSING_RANK, (1,), 0)]
-    assert scene.state.shared.counters.foreign_reports >= 16
+    assert scene.state.shared.fleet.foreign_reports >= 16
 
 
 @pytest.mark.parametrize("restart", [0, 7])
@@ -132,20 +133,28 @@ def test_claimed_rank_does_not_hide_the_hang(scene: Scene, restart: int) -> None
     assert holder.identity.pid == 2, "the rank of the older launch is still that of its process"
 
 
+def test_security_page_has_the_numbers() -> None:
+    page = (Path(__file__).parents[4] / "SECURITY.md").read_text()
+    assert f"Until that has been silent for {OWNER_SILENT_S:.0f} seconds" in page
+    assert f"have {limits.OPEN_INCIDENTS.maximum} open incidents" in page
+
+
 def test_silent_owner_is_succeeded(scene: Scene) -> None:
+    """SECURITY.md: "A process is reported by one node agent"."""
     scene.now += OWNER_SILENT_S + 0.1
     scene.send("successor", scene.make_update(1, ended=ExitInfo(exit_status=0)))
-    process = scene.state.shared.fleet.processes[("node", "2-1")]
+    process = scene.state.shared.fleet.processes[("run7", "node", "2-1")]
     assert (process.agent, process.exit) == ("successor", ExitInfo(exit_status=0))
 
 
 def test_replacement_agent_of_the_run_dir_succeeds_immediately(scene: Scene) -> None:
+    """SECURITY.md: "only its successor in the same run dir may take over sooner"."""
     scene.now += 1
     ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
     scene.send("stranger", ended)
-    assert scene.state.shared.fleet.processes[("node", "2-1")].exit is None
+    assert scene.state.shared.fleet.processes[("run7", "node", "2-1")].exit is None
     scene.send("replacement", ended, owner="secret of the run dir")
-    process = scene.state.shared.fleet.processes[("node", "2-1")]
+    process = scene.state.shared.fleet.processes[("run7", "node", "2-1")]
     assert (process.agent, process.exit) == ("replacement", ended.ended)
 
 

@@ -203,10 +203,10 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.watch.report_scheduler.limits.lost_after_s == views.LOST_AFTER_S
+    assert state.watch.report_scheduler.get_limits("large").lost_after_s == views.LOST_AFTER_S
     monkeypatch.setattr(state.shared.load, "late_s", 2.0)
     assert (
-        state.watch.report_scheduler.limits.lost_after_s
+        state.watch.report_scheduler.get_limits("large").lost_after_s
         > state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
     )
     (attempt,) = state.shared.fleet.attempts.values()
@@ -214,7 +214,7 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
         views.compute_states(
-            attempt, (), late, state.watch.report_scheduler.limits.lost_after_s
+            attempt, (), late, state.watch.report_scheduler.get_limits("large").lost_after_s
         ).values()
     ) == {RankState.RUNNING}
 

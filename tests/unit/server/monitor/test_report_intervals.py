@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,15 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.monitor.cadence import (
+    FAMILY_ROUND_S,
     FULL_UPDATE_INTERVALS,
+    MAX_PRESSING_AGENTS,
+    MAX_SUSPECTED_AGENTS,
     MAX_USUAL_INTERVAL_S,
+    POLL_S,
     ReportScheduler,
+    RoundTurns,
+    find_fair_share,
     find_interval_s,
     find_slot_wait_s,
     find_terse_time_s,
@@ -25,6 +32,8 @@ from hangwatch.server.monitor.cadence import (
 from hangwatch.server.settings import Settings
 from hangwatch.server.shared_state import SharedState
 from hangwatch.server.storage.store import Store
+from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.tenants import qualify_agent
 
 
 def make_scheduler(stall_after_s: float, agent_count: int = 1) -> ReportScheduler:
@@ -109,9 +118,9 @@ def test_steady_hosts_report_less_often(
     stall_after_s: float, agent_count: int, expected_s: float | None
 ) -> None:
     scheduler = make_scheduler(stall_after_s, agent_count)
-    assert scheduler.steady_s == expected_s
+    assert scheduler.get_steady_s(scheduler.get_interval_s(""), "") == expected_s
     if expected_s is not None:
-        assert 2 * expected_s <= scheduler.limits.lost_after_s
+        assert 2 * expected_s <= scheduler.get_limits("").lost_after_s
 
 
 @pytest.fixture
@@ -126,3 +135,70 @@ def test_host_of_a_suspect_does_not_report_less_often(state: AppState) -> None:
     assert state.watch.heartbeats.apply_heartbeat(beat).steady_s == 2.0
     state.watch.heartbeats.report_scheduler.suspect_agents(["a0"], time.monotonic())
     assert state.watch.heartbeats.apply_heartbeat(beat).steady_s is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "share"),
+    [
+        ((), 250, math.inf),
+        ((100, 150), 250, math.inf),
+        ((10, 300), 250, 240.0),
+        ((300, 300, 5), 250, 122.5),
+    ],
+)
+def test_fair_share_is_what_others_leave(wanted: tuple[int, ...], total: int, share: float) -> None:
+    assert find_fair_share(wanted, total) == share
+
+
+def test_hosts_of_a_small_job_report_often_beside_a_large_one() -> None:
+    scheduler = make_scheduler(60.0, 0)
+    for job, hosts in (("large", 12_500), ("small", 2), ("evil", 10_463)):
+        for number in range(hosts):
+            name = qualify_agent(job, f"a{number}")
+            beat = heartbeat.Heartbeat(host=f"n{number}", agent=name, number=1)
+            scheduler.shared.agents.record_heartbeat(beat, 0.0)
+    intervals_s = {job: scheduler.get_interval_s(job) for job in ("large", "small", "evil")}
+    assert intervals_s["small"] == 0.5
+    assert sum(
+        hosts / intervals_s[job] for job, hosts in (("large", 12_500), ("evil", 10_463))
+    ) == pytest.approx(750, rel=0.02), "together they report as often as one job would"
+    reply = scheduler.make_reply("small\na0", 100.0, commands=(), needs_resync=False)
+    assert (reply.interval_s, reply.poll_s) == (0.5, POLL_S)
+
+
+def test_urgent_hosts_of_one_job_do_not_delay_those_of_another() -> None:
+    scheduler = make_scheduler(60.0, 0)
+    agents = [
+        *(qualify_agent("evil", f"a{number}") for number in range(MAX_SUSPECTED_AGENTS + 1)),
+        qualify_agent("run7", "a0"),
+    ]
+    for agent in agents:
+        beat = heartbeat.Heartbeat(host="n", agent=agent, number=1)
+        scheduler.shared.agents.record_heartbeat(beat, 0.0)
+        scheduler.record_heartbeat(agent, True, 1.0)
+    assert agents[-2] not in scheduler.suspected and agents[-1] in scheduler.suspected
+    replies = [scheduler.make_reply(a, 1.0, commands=(), needs_resync=False) for a in agents]
+    assert sum(reply.urgent for reply in replies) == MAX_PRESSING_AGENTS + 1
+    assert replies[-1].urgent
+
+
+def test_attempts_of_one_job_take_turns_over_several_rounds() -> None:
+    turns, fleet = RoundTurns(), Fleet()
+    for number in range(4):
+        job = f"evil/{number}" if number < 3 else "run7"
+        update = heartbeat.ProcessUpdate(
+            key=f"{number}-1",
+            identity=heartbeat.ProcessIdentity(
+                job=job, rank=0, world_size=1, pid=number, start_ticks=1
+            ),
+        )
+        fleet.apply_heartbeat(
+            heartbeat.Heartbeat(host="n", agent="a", number=number + 1, processes=(update,)), 1.0
+        )
+    rounds: list[list[str]] = []
+    for _ in range(4):
+        rounds.append([])
+        for attempt in turns.iter_due(fleet.attempts.values()):
+            rounds[-1].append(attempt.job)
+            time.sleep(FAMILY_ROUND_S)
+    assert [*map(sorted, rounds)] == [[f"evil/{number}", "run7"] for number in (0, 1, 2, 0)]
