@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.commands import CommandKind
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH
-from hangwatch.protocol.request_signing import Credential, derive_job_token
+from hangwatch.protocol.request_signing import derive_job_token
 from hangwatch.server.core import limits
 from hangwatch.tracking.fleet import OWNER_SILENT_S
 from tests.harness.server import Server, run_server
+from tests.harness.signing import RequestSigner, SigningAuth
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter, post_heartbeat
 from tests.simulation.simulated_job import SimulatedJob, make_hung_job
@@ -39,19 +40,6 @@ REPORTED_WITHIN_S = 15.0  # after the time at which the hang is due, on a machin
 JOBS_PER_HEARTBEAT = 60
 # (kind, culprits)
 FOUND = ("missing_rank", [2])
-
-
-class SigningAuth(httpx.Auth):
-    """Signs each request, as node agents do."""
-
-    requires_request_body = True
-
-    def __init__(self, token: str) -> None:
-        self._credential = Credential.from_token(token)
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = self._credential.sign_request(request.content).header
-        yield request
 
 
 @pytest.fixture
@@ -67,7 +55,9 @@ def open_client(server: Server, job: str | None) -> Iterator[httpx.Client]:
     """A client with the token of a job; None: the server's."""
     url = f"http://127.0.0.1:{server.port}"
     token = TOKEN if job is None else derive_job_token(TOKEN, job)
-    with httpx.Client(base_url=url, auth=SigningAuth(token), trust_env=False, timeout=60) as client:
+    with httpx.Client(
+        base_url=url, auth=SigningAuth(url, token), trust_env=False, timeout=60
+    ) as client:
         yield client
 
 
@@ -265,13 +255,14 @@ def test_waiting_agents_of_one_job_leave_room_for_others(
     assert set(post_flood(evil, beats)) == {200}
     victim.job.resume_training()
     assert victim.send_heartbeat()["poll_s"] > 10
-    credential = Credential.from_token(derive_job_token(TOKEN, "evil"))
+    url = f"http://127.0.0.1:{server.port}"
+    signer = RequestSigner(url, derive_job_token(TOKEN, "evil"))
     with contextlib.ExitStack() as kept:
         for beat in beats:
             body = json.dumps({"agent": beat.agent}).encode()
             head = (
                 f"POST {COMMANDS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-                f"Authorization: {credential.sign_request(body).header}\r\n\r\n"
+                f"Authorization: {signer.make_header('POST', COMMANDS_PATH, body)}\r\n\r\n"
             )
             connection = socket.create_connection(("127.0.0.1", server.port))
             kept.enter_context(connection).sendall(head.encode() + body)
@@ -280,7 +271,6 @@ def test_waiting_agents_of_one_job_leave_room_for_others(
         woken = threading.Event()
         poll = CommandPoll(victim.agent_id(), woken.set)
         kept.callback(poll.close)
-        url = f"http://127.0.0.1:{server.port}"
         token = derive_job_token(TOKEN, "victim")
         poll.permit(25.0, ServerTarget(base_url=url, token=token))
         time.sleep(1.0)

@@ -7,6 +7,7 @@ import os
 
 from starlette.datastructures import Headers
 
+from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 from hangwatch.protocol.request_signing import Credential, derive_job_token
 from hangwatch.server.http import access
 from hangwatch.server.http.access import (
@@ -110,15 +111,18 @@ def test_wrong_tokens_are_throttled() -> None:
 
 def test_credential_decides_whose_reports_they_are() -> None:
     """SECURITY.md: "a job's token, the server's token or, on a server without one, the user"."""
-    scope = {"method": "POST", "path": "/api/v1/heartbeats"}
+    scope = {"method": "POST", "path": HEARTBEAT_PATH}
     without_token = access.Authenticator(None, "own", None)
     for uid in {0, os.geteuid()}:
-        grant = without_token.check_agent({**scope, PEER_UID: uid}, {"host": "localhost"})
+        own_user = {**scope, PEER_UID: uid}
+        grant = without_token.check_agent(own_user, {"host": "localhost"}, HEARTBEAT_PATH)
         assert (grant.tenant, grant.job) == (f"uid {uid}", None)
     with_token = access.Authenticator("s3cret", "own", None)
     for token, tenant in (("s3cret", ""), (derive_job_token("s3cret", "run7"), "run7")):
-        signed = Credential.from_token(token).sign_request(b"{}")
-        grant = with_token.check_agent(scope, {"authorization": signed.header})
+        credential = Credential.from_token(token)
+        signed = credential.sign_request("POST", HEARTBEAT_PATH, b"{}", with_token._get_time())
+        grant = with_token.check_agent(scope, {"authorization": signed.header}, HEARTBEAT_PATH)
         assert grant.tenant == tenant
-    grant = with_token.check_agent({**scope, PEER_UID: 0}, {"authorization": "Bearer s3cret"})
+    own_user = {**scope, PEER_UID: 0}
+    grant = with_token.check_agent(own_user, {"authorization": "Bearer s3cret"}, HEARTBEAT_PATH)
     assert grant.tenant == ""
