@@ -72,7 +72,11 @@ class Server:
             raise ServerError(f"no HANGWATCH_URL= line from {COMMAND.name}:\n{output}")
         self.url = self.url_line.partition("=")[2].rstrip("/")
         self.port = httpx.URL(self.url).port or 80
-        self._client = httpx.Client(timeout=10.0, trust_env=False)
+        headers = {}
+        if "--token" in self.flags:
+            token = self.flags[self.flags.index("--token") + 1]
+            headers = {"Authorization": f"Bearer {token}"}
+        self._client = httpx.Client(timeout=10.0, trust_env=False, headers=headers)
 
     def stop(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
         """Returns the exit status; kills the server if it does not exit by itself."""
