@@ -29,7 +29,7 @@ STALE_STATUS = 425  # RFC 8470: the request might be replayed
 # A request is accepted from this long before the time for which it was signed until this long after:
 # node agents give a request up in that time, and clocks drift apart by less between two replies.
 MAX_REQUEST_LEAD_S, MAX_REQUEST_AGE_S = 1.0, 30.0
-_JOB_TOKEN_PREFIX = "hwjob."
+JOB_TOKEN_PREFIX = "hwjob."
 _NONCE_BYTES = 16
 
 
@@ -73,8 +73,8 @@ class Credential:
     @classmethod
     def from_token(cls, token: str) -> Credential:
         """The credential in a token, which is the server's or a job's."""
-        if token.startswith(_JOB_TOKEN_PREFIX):
-            name, dot, key = token.removeprefix(_JOB_TOKEN_PREFIX).partition(".")
+        if token.startswith(JOB_TOKEN_PREFIX):
+            name, dot, key = token.removeprefix(JOB_TOKEN_PREFIX).partition(".")
             job = _decode_name(name)
             if dot and job is not None:
                 return cls(key.encode(), job)
@@ -157,7 +157,7 @@ class SignedRequest:
 def derive_job_token(token: str, job: str) -> str:
     """The token with which a job reports itself, and no other job, to the server with ``token``."""
     key = hmac.digest(token.encode(), b"hangwatch job\n" + job.encode(), "sha256").hex()
-    return f"{_JOB_TOKEN_PREFIX}{_encode_name(job)}.{key}"
+    return f"{JOB_TOKEN_PREFIX}{_encode_name(job)}.{key}"
 
 
 def may_report_job(allowed: str | None, job: str) -> bool:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH
-from hangwatch.protocol.request_signing import derive_job_token
+from hangwatch.protocol.request_signing import JOB_TOKEN_PREFIX, derive_job_token
 from tests.harness.processes import clean_environment
 from tests.harness.server import run_server
 from tests.simulation.job_reporter import JobReporter
@@ -62,11 +62,13 @@ def run_schemathesis(
         "--exclude-checks", EXCLUDED_CHECKS, "--phases", phases, "--max-examples", str(examples),
         "--seed", "1", "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
     ]  # fmt: skip
-    if token is not None:
+    env = clean_environment()
+    if token is not None and token.startswith(JOB_TOKEN_PREFIX):
+        env |= {"SCHEMATHESIS_HOOKS": "tests.benchmarks.openapi_signing", "HANGWATCH_TOKEN": token}
+        env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    elif token is not None:
         command += ["--header", f"Authorization: Bearer {token}"]
-    done = subprocess.run(
-        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     run = SchemathesisRun(status=done.returncode, output=done.stdout + done.stderr)
     for entry in json.loads(har.read_text())["log"]["entries"]:
         status = int(entry["response"]["status"])
