@@ -9,22 +9,23 @@ import schemathesis
 from requests import PreparedRequest
 from requests.auth import AuthBase
 
-from hangwatch.protocol.request_signing import Credential
-from tests.harness.signing import fetch_server_time
-
-_CREDENTIAL = Credential.from_token(os.environ["HANGWATCH_TOKEN"])
+from tests.harness.signing import RequestSigner
 
 
 class SignedAuth(AuthBase):
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._signers: dict[str, RequestSigner] = {}  # by the address of the server
+
     def __call__(self, request: PreparedRequest) -> PreparedRequest:
         parts = urlsplit(request.url or "")
+        url = f"{parts.scheme}://{parts.netloc}"
+        signer = self._signers.setdefault(url, RequestSigner(url, self._token))
         body = request.body or b""
-        if isinstance(body, str):
-            body = body.encode()
-        server_time = fetch_server_time(f"{parts.scheme}://{parts.netloc}", _CREDENTIAL)
-        signed = _CREDENTIAL.sign_request(request.method or "", parts.path, body, server_time)
-        request.headers["Authorization"] = signed.header
+        content = body.encode() if isinstance(body, str) else body
+        method = request.method or ""
+        request.headers["Authorization"] = signer.make_header(method, parts.path, content)
         return request
 
 
-schemathesis.auth.set_from_requests(SignedAuth())
+schemathesis.auth.set_from_requests(SignedAuth(os.environ["HANGWATCH_TOKEN"]))
