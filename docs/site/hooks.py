@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,7 +21,9 @@ from mkdocs.structure.pages import Page
 from hangwatch.agent.cli.commands.mcp import analyze_dumps
 from hangwatch.agent.cli.main import build_parser as build_client_parser
 from hangwatch.mcp.tools import TOOLS
+from hangwatch.model.bounds import TYPE_BOUNDS, Bounds
 from hangwatch.model.kinds import KINDS, Abort, VerdictKind
+from hangwatch.protocol.heartbeat import Heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.core.limits import LIMITS
 from hangwatch.server.settings import Settings, format_flag
@@ -81,6 +83,36 @@ def list_limits() -> Iterator[str]:
     yield "|---|---|"
     for limit in LIMITS:
         yield f"| `{limit.name}` | {limit.text} |"
+
+
+def list_bounds() -> Iterator[str]:
+    """The bounds of the fields of heartbeats, from their annotations."""
+    yield "| Fields | Values |"
+    yield "|---|---|"
+    fields: dict[str, list[str]] = {}
+    for path, bounds in iter_bounds(Heartbeat, "Heartbeat", set()):
+        unit = " characters" if bounds.pattern else ""
+        text = f"{bounds.least:.15g} to {bounds.greatest:.15g}{unit}"
+        fields.setdefault(text, []).append(f"`{path}`")
+    for text, paths in fields.items():
+        yield f"| {', '.join(dict.fromkeys(paths))} | {text} |"
+    for kind, bounds in TYPE_BOUNDS.items():
+        unit = " characters" if kind is str else ""
+        yield f"| any other `{kind.__name__}` | {bounds.least:.15g} to {bounds.greatest:.15g}{unit} |"
+
+
+def iter_bounds(hint: Any, path: str, seen: set[type]) -> Iterator[tuple[str, Bounds]]:
+    """MESSAGE.FIELD and the bounds of each field that has some in its annotation."""
+    if isinstance(hint, type) and hasattr(hint, "__annotations__"):
+        if hint not in seen:
+            seen.add(hint)
+            for name, inner in get_type_hints(hint, include_extras=True).items():
+                yield from iter_bounds(inner, f"{hint.__name__}.{name}", seen)
+    elif get_origin(hint) is Annotated:
+        yield path, get_args(hint)[1]
+    else:
+        for argument in get_args(hint):
+            yield from iter_bounds(argument, path, seen)
 
 
 def list_settings() -> Iterator[str]:
@@ -191,6 +223,7 @@ def list_kind_facts(kind: VerdictKind) -> Iterator[str]:
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "bounds": list_bounds,
     "settings": list_settings,
     "commands": list_commands,
     "endpoints": list_endpoints,

@@ -11,11 +11,10 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
+from .bounds import Hash64
 from .operators import OPERATIONS, MustMatch
-
-Hash64 = Annotated[int, "a hash of 64 bits"]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost

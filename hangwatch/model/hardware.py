@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .bounds import Finite
+
 JOB_SOURCE = "nccl ras"  # a source that reports on the whole job, whichever host reads it
 
-ObservedValue = int | float | str | None
+ObservedValue = int | Finite | str | None
 
 
 class Weight(str, enum.Enum):

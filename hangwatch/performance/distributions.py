@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hangwatch.model.bounds import MAX_DURATION_US
 from hangwatch.model.calls import Signature
 from hangwatch.model.operators import OPERATIONS
 
 # Histogram buckets per power of two: the error of a quantile is at most 4.4 %.
 BUCKETS_PER_OCTAVE = 8
-MAX_DURATION_US = 1e12
 
 # The operations in which each member waits for all others.
 MUTUAL_WAIT_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_mutual_wait)
@@ -52,7 +52,7 @@ def is_even_split(signature: Signature) -> bool:
 def bus_factor(op: str, rank_count: int) -> float | None:
     """The ratio of bus to algorithm bandwidth; None if no data moves, or if unknown."""
     spec = OPERATIONS.get(op)
-    if spec is None or spec.bus_factor is None:
+    if spec is None or spec.bus_factor is None or not rank_count:
         return None
     return spec.bus_factor.for_ranks(rank_count)
 
@@ -71,7 +71,7 @@ class DurationHistogram:
         self.longest_us = max(self.longest_us, us)
 
     def merge_counts(self, counts: Iterable[tuple[int, int]], longest_us: float) -> None:
-        """Adds another histogram's (bucket, count) pairs; see `are_valid_counts`."""
+        """Adds another histogram's (bucket, count) pairs."""
         for bucket, count in counts:
             self.counts[bucket] = self.counts.get(bucket, 0) + count
         self.longest_us = max(self.longest_us, longest_us)
@@ -89,12 +89,6 @@ class DurationHistogram:
                 middle_us: float = 2 ** ((bucket - 0.5) / BUCKETS_PER_OCTAVE) if bucket else 0.5
                 return min(middle_us, self.longest_us) / 1e6
         return None
-
-
-def are_valid_counts(counts: Iterable[tuple[int, int]]) -> bool:
-    """Whether untrusted (bucket, count) pairs can be merged."""
-    last_bucket = BUCKETS_PER_OCTAVE * math.log2(MAX_DURATION_US) + 1
-    return all(0 <= bucket <= last_bucket and 0 < count < 1 << 40 for bucket, count in counts)
 
 
 def compute_bandwidths(

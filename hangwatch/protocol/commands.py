@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from hangwatch.model.bounds import Finite, Name
 from hangwatch.model.calls import Signature, Site
 
 # Limits of one recording.
@@ -59,7 +60,7 @@ class Command:
 class CommandReply:
     """The part that all replies to commands have."""
 
-    key: str  # the process that the command names
+    key: Name  # the process that the command names
     request: str  # the command's id
 
 
@@ -67,10 +68,10 @@ class CommandReply:
 class TensorStats:
     """Statistics of the finite values in a call's tensors; None where the result is not finite."""
 
-    mean: float | None = None
-    min: float | None = None
-    max: float | None = None
-    norm: float | None = None
+    mean: Finite | None = None
+    min: Finite | None = None
+    max: Finite | None = None
+    norm: Finite | None = None
     nonfinite: int = 0  # number of elements that are NaN or infinite
 
 

@@ -14,7 +14,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hangwatch.model.calls import Call, Hash64, StreamKind
+from hangwatch.model.bounds import (
+    Bucket,
+    BucketCount,
+    Count,
+    Hash64,
+    MaybeTotal,
+    Microseconds,
+    Name,
+    PositiveSeconds,
+    Rank,
+    RankCount,
+    RestartCount,
+    SizeClass,
+    Total,
+)
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.incidents import FlightFile
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
@@ -35,10 +50,10 @@ MAX_CLOCK_DRIFT = 2e-4  # seconds per second between two clocks: twice the error
 class ProcessIdentity:
     """The identity of a training process. Sent once, and again after a resync or a change."""
 
-    job: str
-    restart: int = 0  # the launcher's restart count
-    rank: int
-    world_size: int
+    job: Name
+    restart: RestartCount = 0  # the launcher's restart count
+    rank: Rank
+    world_size: RankCount
     local_rank: int | None = None
     pid: int
     start_ticks: int
@@ -75,8 +90,8 @@ class StreamUpdate(NamedTuple):
     """
 
     uid: int  # unique within the process
-    entered: int
-    completed: int | None = None
+    entered: Count
+    completed: Count | None = None
     entered_s: float = 0.0  # age of the newest call
     op: str = ""  # the operation of the newest call
     chain: Hash64 = 0
@@ -123,7 +138,7 @@ class DeviceStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUpdate:
-    key: str  # "PID-STARTTICKS": unique on its host even if the pid is reused
+    key: Name  # "PID-STARTTICKS": unique on its host even if the pid is reused
     identity: ProcessIdentity | None = None
     lifecycle: int = 0  # see `hangwatch.model.ranks.Lifecycle`
     step: int | None = None
@@ -139,9 +154,9 @@ class ProcessUpdate:
     raised: ExceptionInfo | None = None
     raised_s: float = 0.0
     handling: ExceptionInfo | None = None  # the exception that a thread is handling while it waits
-    dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
+    dropped: Count = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()
-    opened: int = 0  # streams that it ever opened
+    opened: Count = 0  # streams that it ever opened
     # (uid, first uncertain call, number of the `hangwatch.model.calls.LossReason`) of each stream that
     # misses a call, sent once.
     losses: tuple[tuple[int, int, int], ...] = ()
@@ -154,7 +169,7 @@ class ProcessUpdate:
     checksums: tuple[tuple[int, int, Hash64, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
     # Calls with an Inf in 16-bit data or under loss scaling, as of the last of `nonfinite`.
-    overflows: int = 0
+    overflows: Count = 0
     device: tuple[DeviceStatus, ...] = ()  # the groups whose counters changed or were confirmed
     # NAME=VALUE of the environment variable that makes the backend report the device's progress;
     # empty if it does, or cannot.
@@ -208,9 +223,9 @@ class HardwareReply(CommandReply):
 class AgentCost:
     """The resources that the node agent itself uses on its host."""
 
-    cpu_s: float  # CPU time since its start, including the helper processes that it ran
-    memory: int  # bytes
-    dropped: int = 0  # replies dropped because the queue was full
+    cpu_s: PositiveSeconds  # CPU time since its start, including the helper processes that it ran
+    memory: Count  # bytes
+    dropped: Count = 0  # replies dropped because the queue was full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,33 +235,33 @@ class CallTotals:
     """
 
     op: str
-    size: int  # the size class
-    calls: int
-    bytes: int
+    size: SizeClass
+    calls: Total
+    bytes: Total
     # (bucket, count) of a `DurationHistogram`, for the calls whose completion time is known.
-    latency: tuple[tuple[int, int], ...] = ()
-    longest_us: int = 0
+    latency: tuple[tuple[Bucket, BucketCount], ...] = ()
+    longest_us: Microseconds = 0
 
 
 # (sequence number; time of entry, time since the previous call, and duration, all in µs and -1 if
 # unknown; operation; size class; size in bytes, -1 if it differs between ranks). Times of entry are
 # on the agent's clock: `PerformanceReport.clock` gives the offset of the server's clock.
-CallSample = tuple[int, int, int, int, str, int, int]
+CallSample = tuple[int, Total, MaybeTotal, Microseconds, str, SizeClass, MaybeTotal]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPerformance:
-    key: str  # the process
+    key: Name  # the process
     uid: int  # the stream
     totals: tuple[CallTotals, ...] = ()
     # Calls that are the same on every rank: see `hangwatch.ring.sampling.sample_calls`.
     samples: tuple[CallSample, ...] = ()
-    missed: int = 0  # calls that were overwritten in the ring before they were read
+    missed: Total = 0  # calls that were overwritten in the ring before they were read
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerformanceReport:
-    number: int  # counts an agent's reports, from 1; a repeated number is a duplicate
+    number: Count  # counts an agent's reports, from 1; a repeated number is a duplicate
     # Bounds, in seconds, on how far the server's clock is ahead of the agent's.
     clock: tuple[float, float] | None = None
     streams: tuple[StreamPerformance, ...] = ()
@@ -255,18 +270,18 @@ class PerformanceReport:
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     version: int = PROTOCOL_VERSION  # heartbeats without a version have version 1
-    host: str
-    agent: str  # unique per node agent process
+    host: Name
+    agent: Name  # unique per node agent process
     owner: str = ""  # a secret that a node agent shares with its successors
     servers: int = 1  # how many the agent may report to: with several, one may refuse another's job
-    number: int  # counts this agent's heartbeats, from 1
+    number: Count  # counts this agent's heartbeats, from 1
     full: bool = False  # holds everything known, not only what changed
     # All processes make progress, and their positions are left out, or given for few streams only.
     brief: bool = False
     # The time on the agent's clock. Only differences matter: they show how long a heartbeat was delayed.
     sent_s: float | None = None
     processes: tuple[ProcessUpdate, ...] = ()
-    gone: tuple[str, ...] = ()  # processes that this agent will not report again
+    gone: tuple[Name, ...] = ()  # processes that this agent will not report again
     samples: tuple[StackReply, ...] = ()
     calls: tuple[CallsReply, ...] = ()
     aborts: tuple[AbortReply, ...] = ()

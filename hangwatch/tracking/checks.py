@@ -64,7 +64,7 @@ class ReplicaChecksums:
 
 
 def _max_positions(member_count: int) -> int:
-    return max(16, min(256, _MAX_RANKS_PER_GROUP // member_count))
+    return max(16, min(256, _MAX_RANKS_PER_GROUP // max(1, member_count)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from hangwatch.model.bounds import MAX_RANKS
+
 from .problems import Problem
 
 LARGE_RANKS = 4000  # reading so many ranks takes long
@@ -89,16 +91,7 @@ UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompress
 # A request with more is refused before it is parsed. Large hosts send up to a million values.
 VALUES = Limit("values", 1 << 21, "values", "in the JSON of a heartbeat")
 OBJECTS = Limit("objects", 1 << 18, "objects", "in the JSON of a heartbeat")
-NAME = Limit(
-    "name",
-    256,
-    "printable characters",
-    "of a job's, a host's, an agent's or a process's name",
-    422,
-)
-RESTART = Limit("restart", (1 << 31) - 1, "restarts", "of a job", 422)
-RANK = Limit("rank", 1 << 18, "ranks", "of a job", 422)
-STRING = Limit("string", 64 << 10, "characters", "of a text in a heartbeat", 422)
+RANK = Limit("rank", MAX_RANKS, "ranks", "of a process group", 422)
 LIST = Limit("list", 1 << 15, "items", "of a list in a heartbeat", 422)
 HEARTBEAT_MEMBERS = Limit(
     "heartbeat_members",

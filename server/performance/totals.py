@@ -17,19 +17,11 @@ from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.performance import stragglers
-from hangwatch.performance.distributions import (
-    MAX_DURATION_US,
-    MUTUAL_WAIT_OPS,
-    DurationHistogram,
-    are_valid_counts,
-)
+from hangwatch.performance.distributions import MUTUAL_WAIT_OPS, DurationHistogram
 from hangwatch.performance.stragglers import Arrival, CallSkew, LatenessStats
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
-
-MAX_REPORTED_NUMBER = 1 << 60
-MAX_SIZE_CLASS = 64
 
 MAX_GROUPS = 2048  # groups of an attempt
 
@@ -76,7 +68,7 @@ class PerformanceTotals:
             if process is None:
                 continue
             stream = process.streams.get(part.uid)
-            if stream is None or not process.holds_rank or not _is_plausible(part):
+            if stream is None or not process.holds_rank:
                 continue
             job = self.attempts.setdefault(process.attempt.key, JobTotals())
             for reported in part.totals:
@@ -102,28 +94,6 @@ class PerformanceTotals:
     def forget_agent(self, agent: str) -> None:
         self._report_numbers.pop(agent, None)
         self.clocks.pop(agent, None)
-
-
-def _is_plausible(part: heartbeat.StreamPerformance) -> bool:
-    """Whether all numbers of a report, which may come from anywhere, are within the limits."""
-    are_totals_plausible = all(
-        0 <= total.size <= MAX_SIZE_CLASS
-        and 0 <= total.calls < MAX_REPORTED_NUMBER
-        and 0 <= total.bytes < MAX_REPORTED_NUMBER
-        and 0 <= total.longest_us <= MAX_DURATION_US
-        and are_valid_counts(total.latency)
-        for total in part.totals
-    )
-    are_samples_plausible = all(
-        0 <= entered_us < MAX_REPORTED_NUMBER
-        and -1 <= since_previous_us < MAX_REPORTED_NUMBER
-        and -1 <= duration_us <= MAX_DURATION_US
-        and 0 <= size_class <= MAX_SIZE_CLASS
-        and -1 <= size_bytes < MAX_REPORTED_NUMBER
-        for _, entered_us, since_previous_us, duration_us, _, size_class, size_bytes in part.samples
-    )
-    is_missed_plausible = 0 <= part.missed < MAX_REPORTED_NUMBER
-    return is_missed_plausible and are_totals_plausible and are_samples_plausible
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,15 @@ from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
 from tests.harness.processes import read_resident_mb
 from tests.harness.server import Server, run_server
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import SimulatedJob
+from tests.simulation.waiting import wait_for_value
+from tests.unit.server.ingest.test_field_bounds import (
+    CHANGES,
+    PAGES,
+    check_metrics,
+    format_heartbeat,
+)
 
 MAX_GROWTH_MB = 40
 
@@ -155,12 +164,9 @@ def make_groups(count: int, size: int) -> list[Any]:
     [
         ({"streams": make_groups(200, (1 << 18) - 1)}, limits.HEARTBEAT_MEMBERS),
         ({"streams": make_groups(1, 1 << 21)}, limits.RANK),
-        ({"raised": {"type": "E", "message": "m" * 5_000_000}}, limits.STRING),
         ({"faults": ["f"] * 200_000}, limits.LIST),
-        ({"identity": {"job": "j" * 300}}, limits.NAME),
-        ({"identity": {"rank": 1 << 21}}, limits.RANK),
     ],
-    ids=["groups", "group", "text", "list", "name", "rank"],
+    ids=["groups", "group", "list"],
 )
 def test_heartbeat_beyond_a_limit_is_refused(
     server: Server, client: httpx.Client, update: dict[str, Any], limit: limits.Limit
@@ -171,6 +177,55 @@ def test_heartbeat_beyond_a_limit_is_refused(
         assert limit.text in check_problem(answer, limit.status)
     assert read_refusals(client, limit) == before + 1
     assert server.get_items("jobs") == []
+
+
+@pytest.mark.parametrize(
+    ("update", "field"),
+    [
+        ({"raised": {"type": "E", "message": "m" * 5_000_000}}, "raised.message"),
+        ({"identity": {"job": "j" * 300}}, "identity.job"),
+        ({"identity": {"rank": 1 << 21}}, "identity.rank"),
+        ({"dropped": 1.7e308}, "dropped"),
+    ],
+    ids=["text", "name", "rank", "number"],
+)
+def test_value_out_of_bounds_is_refused(
+    server: Server, client: httpx.Client, update: dict[str, Any], field: str
+) -> None:
+    with bounded_growth(server):
+        response = client.post("/api/v1/heartbeats", json=make_heartbeat(**update))
+        check_problem(response, 422)
+        (error,) = response.json()["errors"]
+        assert error["message"].endswith(f"at `$.processes[0].{field}`")
+    assert server.get_items("jobs") == []
+
+
+def test_extremes_of_every_field_harm_nobody(tmp_path: Path) -> None:
+    """One job reports each field at its extremes, while another hangs."""
+    with (
+        run_server(tmp_path, "--stall-after", "2") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        victim = SimulatedJob(ranks=4, name="victim", host="victim")
+        reporter = JobReporter.connect(server.url, victim)
+        with reporter.reporting():
+            client.post("/api/v1/heartbeats", content=format_heartbeat(1)).raise_for_status()
+            with bounded_growth(server, 150):
+                for number, change in enumerate(CHANGES[::8], 2):
+                    body = format_heartbeat(number, [change])
+                    response = client.post("/api/v1/heartbeats", content=body)
+                    assert response.status_code in (200, 413, 422), (change, response.text)
+                    if number == 100:
+                        victim.hang_ranks(2)
+            found = wait_for_value(reporter.list_incidents, "the victim's incident", 30.0)
+            assert [(i["kind"], i["culprits"]) for i in found] == [("missing_rank", [2])]
+            for page in PAGES:
+                client.get(page).raise_for_status()
+            metrics = client.get("/metrics").text
+            check_metrics(metrics)
+            assert "hangwatch_diagnosis_failures_total 0.0" in metrics
+            assert "hangwatch_store_failures_total 0.0" in metrics
+        assert "Traceback" not in server.read_log()
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:

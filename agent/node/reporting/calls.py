@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hangwatch.model.bounds import MAX_DURATION_US
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.performance.distributions import (
-    MAX_DURATION_US,
     MUTUAL_WAIT_OPS,
     DurationHistogram,
     full_size,

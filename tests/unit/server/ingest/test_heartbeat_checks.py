@@ -50,7 +50,9 @@ def test_decoded_messages_are_the_protocols_own_dataclasses() -> None:
     assert dataclasses.replace(update, step=5).step == 5
 
 
-@pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":7,"unknown":NaN'])
+@pytest.mark.parametrize(
+    "field", ['"number":7.0', '"number":"7"', '"number":7,"unknown":{"a":[1e300]}']
+)
 def test_compatible_types_are_accepted(field: str) -> None:
     assert (
         type(
@@ -60,6 +62,11 @@ def test_compatible_types_are_accepted(field: str) -> None:
         )
         is int
     )
+
+
+def test_file_name_that_is_not_utf8_is_accepted() -> None:
+    body = json.dumps({"host": "n", "agent": "a", "number": 1, "owner": "caf\udce9"}).encode()
+    assert heartbeat_checks.decode_heartbeat(body).owner == "caf?"
 
 
 @pytest.mark.parametrize(
