@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import logging
 import os
 import resource
 import secrets
@@ -17,12 +16,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hangwatch import __version__
-from hangwatch.report.text import clean_text
 
 from .alerting.alerter import send_test_messages
 from .app import build_app
 from .core import limits, load
 from .core.load import ThrottledListener
+from .core.logs import configure_logging
 from .http.connections import HttpServer
 from .settings import (
     TEST_ALERT_FLAG,
@@ -44,13 +43,6 @@ SWITCH_INTERVAL_S = 5e-4
 MIN_TOKEN_LENGTH = 16  # characters
 
 
-class _PlainFormatter(logging.Formatter):
-    """Cleans each line: a job that is quoted must not control the operator's terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(clean_text, super().format(record).splitlines()))
-
-
 class StartError(Exception):
     """The server cannot start. The message has the reason and the remedy."""
 
@@ -63,11 +55,7 @@ def main() -> int:
             _print_message(line)
         _print_message("see hangwatch-server --help")
         return USAGE
-    handler = logging.StreamHandler()
-    handler.setFormatter(_PlainFormatter("hangwatch: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    # Malformed requests are not the operator's concern.
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    configure_logging()
     if TEST_ALERT_FLAG in sys.argv:
         channels = settings.make_alert_channels()
         if not channels:

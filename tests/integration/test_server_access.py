@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +17,12 @@ import pytest
 from hangwatch.agent.node.reporting.uplink import HeartbeatPost, Uplink
 from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
+from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
+from hangwatch.server.core.logs import MAX_PER_WINDOW
 from hangwatch.server.http.access import MAX_FAILURES
 from tests.harness.problems import check_problem
 from tests.harness.processes import clean_environment
-from tests.harness.server import COMMAND, run_server
+from tests.harness.server import COMMAND, Server, run_server
 
 TOKEN = "more-than-sixteen-characters"
 
@@ -168,3 +174,43 @@ def test_unusable_certificate_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "")
     assert "--tls-cert" in done.stderr
     assert "PEM" in done.stderr
+
+
+@pytest.mark.parametrize("token", [None, "s" * 20])
+def test_heads_that_cannot_be_parsed_fail_nothing(tmp_path: Path, token: str | None) -> None:
+    """Whatever the headers of a request are, its answer is no failure, and nothing is logged."""
+    fields = [
+        "Host: [", "Host: localhost:99999999", "Origin: http://[", "Authorization: Basic \xe9", "Authorization: Bearer \xff",
+        "Authorization: Basic /////w==", "Authorization: Hangwatch \xe9:a:b:c", "Cookie: hangwatch=\xe9; \xff=;=", "Accept: \xff",
+        "Accept-Encoding: \xff", "Content-Length: -1", "Content-Encoding: \xe9", "Last-Event-ID: \xb2", "Range: bytes=\xb2-",
+        "X-Forwarded-Host: [", "Referer: http://[", "Sec-Fetch-Site: \xff", "Priority: \xff",
+    ]  # fmt: skip
+    flags = [] if token is None else ["--token", token]
+    with run_server(tmp_path, *flags) as server:
+        port = httpx.URL(server.url).port or 0
+        for field in fields:
+            for method in ("GET", "POST"):
+                for path in ("/healthz", "/login", "/ranks", HEARTBEAT_PATH, "/metrics", "/mcp"):
+                    host = "" if field.startswith("Host") else "Host: localhost\r\n"
+                    head = f"{method} {path} HTTP/1.1\r\n{host}{field}\r\nConnection: close\r\n\r\n"
+                    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                        connection.sendall(head.encode("latin-1"))
+                        status = connection.recv(4096).split(b" ")[1]
+                    assert not status.startswith(b"5") or path == "/mcp", (field, method, path)
+        assert "Traceback" not in server.read_log()
+
+
+def test_flood_of_failures_does_not_fill_the_log(tmp_path: Path) -> None:
+    """A server without a free file descriptor fails to accept connections, again and again."""
+    server = Server(tmp_path, max_files=64)
+    try:
+        server.start()
+        port = httpx.URL(server.url).port or 0
+        with contextlib.ExitStack() as connections:
+            for _ in range(100):
+                connections.enter_context(socket.create_connection(("127.0.0.1", port)))
+            time.sleep(9.0)  # it tries again every second
+        assert server.read_log().count("out of system resource") == MAX_PER_WINDOW
+    finally:
+        server.stop()
+    assert re.search(r"left out \d+ more messages like those of", server.read_log())
