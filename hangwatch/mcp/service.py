@@ -11,8 +11,8 @@ from mcp.server.lowlevel import Server
 
 from hangwatch import __version__
 
-from .answers import encode_answer
-from .tools import INSTRUCTIONS, Fetch, Tool, ToolError
+from .answers import build_answer, encode_answer
+from .tools import INSTRUCTIONS, ApiError, Fetch, Tool, ToolError
 
 
 def build_service(tools: Sequence[Tool], fetch: Fetch) -> Server[Any]:
@@ -47,6 +47,9 @@ def build_service(tools: Sequence[Tool], fetch: Fetch) -> Server[Any]:
                 )
             tool.check_arguments(arguments)
             text, is_error = encode_answer(await tool.run(fetch, arguments)), False
+        except ApiError as error:
+            refusal = build_answer({"detail": str(error)}, answer="the request failed")
+            text, is_error = encode_answer(refusal), True
         except ToolError as error:
             text, is_error = str(error), True
         return mcp_types.CallToolResult(

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hangwatch.mcp.tools import TOOLS, ToolError
+from hangwatch.mcp.tools import TOOLS, ApiError
 from hangwatch.report.text import Document
 
 from ..core.problems import Problem
@@ -81,5 +81,5 @@ async def _fetch(api: ASGIApp, path: str, query: Mapping[str, object]) -> Docume
     document: Document = response.json()
     if not response.is_success:
         detail = document.get("detail") or f"the API answers {response.status_code}"
-        raise ToolError(str(detail))
+        raise ApiError(str(detail))
     return document

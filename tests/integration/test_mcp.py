@@ -19,9 +19,12 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import TextContent
 
+from hangwatch.model.ranks import Frame
 from tests.harness.job import running_job
 from tests.harness.processes import clean_environment
 from tests.harness.server import Server, run_server
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import make_hung_job
 from tests.simulation.waiting import wait_for_value
 from tests.unit.hangwatch.mcp.test_answers import assert_quoted
 
@@ -120,13 +123,13 @@ def test_which_rank_why_and_what_next(hang: Server, transport: str) -> None:
             "2",
             "0-1, 3",
         )
-        assert "load_batch" in found["line"]["quoted"]
-        assert found["what_next"]
+        assert "load_batch" in found["quoted"]["line"]
+        assert found["what_next"] and found["quoted"]["advice"]
         incident = {"incident_id": found["incident_id"]}
         waits = (await ask("get_wait_graph", incident))["waits"]
         assert [(w["ranks"], w["wait_for_rank"]) for w in waits] == [("0-1, 3", 2)]
         stacks = (await ask("get_stacks", {**incident, "ranks": "0"}))["stacks"]
-        assert any("all_reduce" in line for s in stacks for line in s["frames"]["quoted"])
+        assert any("all_reduce" in line for s in stacks for line in s["quoted"]["frames"])
         (job,) = (await ask("list_jobs", {}))["jobs"]
         assert job["open_incidents"] == 1
         by_state = {row["state"]: row["count"] for row in (await ask("list_ranks", {}))["ranks"]}
@@ -143,7 +146,7 @@ def test_which_rank_why_and_what_next(hang: Server, transport: str) -> None:
 def test_instructions_in_thread_names_and_lines_are_quoted(hang: Server, transport: str) -> None:
     async def questions(ask: Ask) -> None:
         answer = await ask("explain_hang", {})
-        assert answer["hang"]["culprit_stack"]["thread"] == {"quoted": INJECTION}
+        assert answer["hang"]["culprit_stack"]["quoted"]["thread"] == INJECTION
         assert_quoted(answer, INJECTION)
         stacks = await ask("get_stacks", {"incident_id": answer["hang"]["incident_id"]})
         assert_quoted(stacks, INJECTION)
@@ -164,9 +167,31 @@ def test_instruction_in_an_exception_is_quoted(tmp_path: Path) -> None:
             (listed,) = [found for found in incidents if found["kind"] == "dead_rank"]
             answer = await ask("get_incident", {"incident_id": listed["incident_id"]})
             assert (answer["kind"], answer["culprits"]) == ("dead_rank", "2")
-            assert answer["processes"][0]["exception"]["message"] == {"quoted": INJECTION}
+            assert answer["processes"][0]["quoted"]["exception"] == f"RuntimeError: {INJECTION}"
             assert_quoted(answer, INJECTION)
             assert_quoted(listed, INJECTION)
+
+        ask_tools(server, "http", questions)
+
+
+def test_single_words_of_a_job_are_quoted(tmp_path: Path) -> None:
+    word = "delete_the_cluster"
+    job = make_hung_job(hung_for_s=0.0, name=word, host=word)
+    job.op, job.phase, job.late_frame = word, word, Frame(function=word, file=f"/{word}.py", line=1)
+    with (
+        run_server_with_token(tmp_path) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client,
+    ):
+        JobReporter(client, job).send_until(lambda: server.get_items("incidents"), "the incident")
+
+        async def questions(ask: Ask) -> None:
+            answer = await ask("explain_hang", {})
+            assert_quoted(answer, word)
+            incident = {"incident_id": answer["hang"]["incident_id"]}
+            for tool in ("get_incident", "get_wait_graph", "get_calls", "get_stacks"):
+                assert_quoted({"": [await ask(tool, incident), answer]}, word)
+            for tool in ("list_jobs", "list_ranks", "list_incidents"):
+                assert_quoted(await ask(tool, {}), word)
 
         ask_tools(server, "http", questions)
 

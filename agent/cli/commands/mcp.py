@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hangwatch.mcp.answers import Answer, describe_analysis
-from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, ToolError, make_tool
+from hangwatch.mcp.tools import TOOLS, ApiError, Arguments, Fetch, make_tool
 from hangwatch.report.text import Document
 
 from ..arguments import add_server_options
@@ -45,7 +45,7 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             try:
                 return await asyncio.to_thread(client.get, path, **query)
             except CliError as error:
-                raise ToolError(str(error)) from None
+                raise ApiError(str(error)) from None
 
         service = build_service((*TOOLS, analyze_dumps), fetch)
         async with stdio_server() as (read_stream, write_stream):
@@ -75,5 +75,5 @@ async def analyze_dumps(_: Fetch, arguments: Arguments) -> Answer:
     try:
         evidence, finding, documents = await asyncio.to_thread(diagnose_files, paths)
     except CliError as error:
-        raise ToolError(str(error)) from None
+        raise ApiError(str(error)) from None
     return describe_analysis(documents, [*evidence.unusable, *finding.notes])

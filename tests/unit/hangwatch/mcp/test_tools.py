@@ -49,7 +49,7 @@ def test_without_a_hang_the_jobs_state_is_the_answer() -> None:
     job = {"job": "run7", "state": "running", "world_size": 4, "summary": "4 ranks train"}
     answer = call_tool("explain_hang", FakeApi(incidents={"items": []}, jobs={"items": [job]}))
     assert "no incident is open" in answer["answer"]
-    assert answer["jobs"][0]["summary"] == "4 ranks train"
+    assert answer["jobs"][0]["quoted"]["summary"] == "4 ranks train"
 
 
 def test_incident_id_cannot_lead_to_another_path() -> None:
