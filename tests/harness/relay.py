@@ -15,10 +15,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.waiting import wait_until
+
 from .other_user import run_as_other_user
 
 _PASSED_HEADERS = ("authorization", "content-type", "content-encoding", "priority")
 _PROOF_HEADER = "hangwatch-proof"
+_MAX_WAIT_S = 60.0  # for a chance to answer by itself
 _REPLY_TIMEOUT_S = 40.0  # longer than the server lets a request for commands wait
 
 
@@ -40,7 +43,7 @@ class Relay:
     server_port: int
     path: str
     document: Any
-    seconds: float
+    seconds: float  # from its first reply of that kind on
     repeats_proof: bool = False
     port: int = 0
     record: RelayRecord = field(default_factory=RelayRecord)
@@ -54,6 +57,13 @@ class Relay:
             self.port = unused.getsockname()[1]
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        # A process that is started while the other one is forked would wait for its end: that one
+        # has the pipe by which `Popen` learns of the start.
+        wait_until(self._is_listening, _MAX_WAIT_S)
+
+    def _is_listening(self) -> bool:
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", self.port)) == 0
 
     @property
     def is_running(self) -> bool:
@@ -62,13 +72,16 @@ class Relay:
     def wait(self) -> RelayRecord:
         """What passed, once its time is over."""
         assert self._thread is not None
-        self._thread.join(self.seconds + 30)
+        self._thread.join(_MAX_WAIT_S + self.seconds + 30)
         return self.record
 
     def _serve(self) -> RelayRecord:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), _make_handler(self))
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        ends_at = time.monotonic() + _MAX_WAIT_S
+        while not self.record.invented and time.monotonic() < ends_at:
+            time.sleep(0.1)
         time.sleep(self.seconds)
         return self.record
 

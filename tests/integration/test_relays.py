@@ -89,7 +89,7 @@ def test_relay_of_one_exchange_gives_no_orders(
         server_port=server.port,
         path=path,
         document={"interval_s": 0.2, "commands": orders},
-        seconds=10.0,
+        seconds=4.0,
         repeats_proof=repeats_proof,
     )
     relay.start()
