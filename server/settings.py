@@ -207,8 +207,10 @@ class Settings(BaseSettings):
 
     @field_validator("alert_command")
     @classmethod
-    def _resolve_alert_command(cls, value: str | None) -> str | None:
-        return None if value is None else channels.resolve_command(value)
+    def _check_alert_command(cls, value: str | None) -> str | None:
+        if value is not None:
+            channels.resolve_command(value)
+        return value
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
@@ -260,8 +262,8 @@ class _OwnTomlFile(TomlConfigSettingsSource):
 
 def find_config_file() -> Path | None:
     """The file whose settings are used; None if there is none."""
-    file = Path(CONFIG_FILE_NAME).absolute()
-    return file if file.is_file() else None
+    file = Path(CONFIG_FILE_NAME)
+    return file.absolute() if file.is_file() else None
 
 
 def reveal_secret(secret: SecretStr | None) -> str | None:

@@ -200,9 +200,9 @@ def make_channel(url: str, secret: str | None = None) -> AlertChannel:
     return Webhook(address=url, secret=secret)
 
 
-def resolve_command(line: str) -> str:
-    """The alert command with the path of its program. Raises ValueError if it is invalid, or if other
-    users could change the program.
+def resolve_command(line: str) -> list[str]:
+    """The path of an alert command's program, and its arguments. Raises ValueError if the command is
+    invalid, or if other users could change the program.
     """
     try:
         arguments = shlex.split(line)
@@ -219,7 +219,7 @@ def resolve_command(line: str) -> str:
         check_ownership(Path(program))
     except OSError as error:
         raise ValueError(f"should begin with a program of your own or of root: {error}") from None
-    return shlex.join([os.path.abspath(program), *arguments[1:]])
+    return [program, *arguments[1:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ class CommandChannel(AlertChannel):
         }
         try:
             done = subprocess.run(
-                shlex.split(self.address),
+                resolve_command(self.address),
                 input=json.dumps(message.document),
                 env=environment,
                 capture_output=True,
@@ -328,6 +328,8 @@ class CommandChannel(AlertChannel):
             )
         except subprocess.TimeoutExpired:
             raise AlertChannelError(f"it ran longer than {self.timeout_s:g} s") from None
+        except ValueError as error:  # the program has been removed or changed
+            raise AlertChannelError(f"its command {error}") from None
         except OSError as error:
             raise AlertChannelError(f"it cannot be run: {error.strerror}") from None
         if done.returncode:

@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+from hangwatch.agent.node.system.processes import read_stat
 from tests.simulation.waiting import wait_until
 
 
@@ -55,6 +56,11 @@ def read_resident_mb(pid: int) -> float:
     """The resident memory. Raises OSError if there is no such process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def read_cpu_s(pid: int) -> float:
+    """The CPU time of all threads. Raises OSError if there is no such process."""
+    return read_stat(pid).cpu_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def process_state(pid: int) -> str:

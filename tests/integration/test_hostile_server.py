@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH
 from tests.harness.other_user import run_as_other_user
+from tests.harness.processes import read_cpu_s
 
 from .node_support import AgentTestbed, open_testbed
 
@@ -123,10 +123,6 @@ def watch_agent(testbed: AgentTestbed, server: HostileServer) -> float:
     spent_s = read_cpu_s(agent.pid) - before_s
     assert agent.poll() is None
     return spent_s / (time.monotonic() - began_at)
-
-
-def read_cpu_s(pid: int) -> float:
-    return read_stat(pid).cpu_ticks / os.sysconf("SC_CLK_TCK")
 
 
 @needs_root

@@ -22,7 +22,7 @@ from hangwatch.protocol.codec import encode_message
 from hangwatch.protocol.heartbeat import StreamIdentity, StreamUpdate
 from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
-from tests.harness.processes import read_resident_mb
+from tests.harness.processes import read_cpu_s, read_resident_mb
 from tests.harness.server import Server, run_server
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob
@@ -226,6 +226,16 @@ def test_extremes_of_every_field_harm_nobody(tmp_path: Path) -> None:
             assert "hangwatch_diagnosis_failures_total 0.0" in metrics
             assert "hangwatch_store_failures_total 0.0" in metrics
         assert "Traceback" not in server.read_log()
+
+
+def test_large_unknown_member_takes_little_time(server: Server, client: httpx.Client) -> None:
+    """The server handles no other request meanwhile."""
+    pairs = b",".join(b'"key%016d":"value"' % number for number in range((1 << 21) - 100))
+    body = gzip.compress(b'{"host":"n","agent":"a","number":1,"extra":{%s}}' % pairs, 1)
+    before_s = read_cpu_s(server.pid)
+    answer = client.post("/api/v1/heartbeats", content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 200, answer.text
+    assert read_cpu_s(server.pid) - before_s < 2.5
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:

@@ -256,6 +256,19 @@ def test_command_gets_no_secrets_and_failure_is_explained(
         CommandChannel(address="sleep 60", timeout_s=0.2).send_message(message)
 
 
+def test_alert_command_is_not_run_once_others_can_change_it(tmp_path: Path) -> None:
+    """SECURITY.md: "which is checked again before each alert"."""
+    program = tmp_path / "notify"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o700)
+    message = compose_message(make_incident(), OPENED, "http://here", MOMENT)
+    channel = CommandChannel(address=str(program))
+    channel.send_message(message)
+    program.chmod(0o722)
+    with pytest.raises(AlertChannelError, match="can be written by other users"):
+        channel.send_message(message)
+
+
 def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
     record = IncidentRecord(incident=make_incident(severity=Severity.WARNING))
     now = MOMENT
