@@ -278,6 +278,22 @@ def test_user_that_a_namespace_does_not_map_trusts_nobody(tmp_path: Path) -> Non
         running.stop()
 
 
+def test_node_agent_that_a_namespace_does_not_map_sends_nothing(
+    agent_testbed: AgentTestbed,
+) -> None:
+    environ = agent_testbed.make_environ(
+        HANGWATCH_TOKEN="", HANGWATCH_URL=agent_testbed.receiver.url
+    )
+    agent_testbed.start_rank(0, "sleep", env=environ)
+    agent_testbed.command_prefix = ["unshare", "--user"]
+    agent = agent_testbed.start_agent(env=environ)
+    time.sleep(4.0)
+    agent.terminate()
+    log = agent.communicate(timeout=20)[1].decode()
+    assert "a process of another user listens there" in log
+    assert agent_testbed.receiver.requests == []
+
+
 def find_free_port() -> int:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
