@@ -306,6 +306,21 @@ def test_truncated_mapped_ring_does_not_kill_agent(agent_testbed: AgentTestbed) 
     assert agent.poll() is None
 
 
+def test_rank_that_its_user_ends_by_its_ring_is_reported(agent_testbed: AgentTestbed) -> None:
+    """SECURITY.md: "One that truncates a rank's ring ends the rank (SIGBUS)."."""
+    rank = agent_testbed.start_rank(0, "wait", "calls")
+    agent = agent_testbed.start_agent()
+    key = agent_testbed.wait_until_reported(0)["key"]
+    os.truncate(agent_testbed.folder / f"{key}.ring", 4096)
+    assert rank.stdin is not None
+    rank.stdin.write(b"\n")
+    rank.stdin.flush()
+    assert rank.wait(30) == -signal.SIGBUS
+    update = wait_for_value(lambda: agent_testbed.receiver.find_exit_update(0), "its end")
+    assert update["ended"] == {"signal": signal.SIGBUS}
+    assert agent.poll() is None
+
+
 def test_finds_a_rank_that_never_imports_torch(agent_testbed: AgentTestbed, tmp_path: Path) -> None:
     """A launcher with two ranks: one with a ring, under a wrapper; one without."""
     launcher = tmp_path / "launcher.sh"

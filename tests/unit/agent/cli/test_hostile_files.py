@@ -370,6 +370,7 @@ def make_dump(entries: list[dict[str, Any]], config: dict[str, Any]) -> dict[str
     "name", ["members", "large_group", "renewed_groups", "channels", "channels_of_groups"]
 )
 def test_hostile_dumps_are_analyzed_or_refused_in_seconds(name: str, tmp_path: Path) -> None:
+    """SECURITY.md: "files that would take more memory or time than real ones"."""
     for rank in (0, 1):
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(make_hostile_dump(name, rank)))
         assert (tmp_path / f"trace_{rank}").stat().st_size < 4 << 20

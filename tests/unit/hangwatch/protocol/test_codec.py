@@ -66,6 +66,7 @@ def test_values_out_of_range_are_replaced() -> None:
 
 
 def test_reply_has_as_many_commands_as_are_remembered() -> None:
+    """SECURITY.md: "execute 1,024 commands"."""
     commands = [{"id": str(number), "kind": "stacks", "key": "1-1"} for number in range(60_000)]
     assert len(decode_reply({"commands": commands}).commands) == MAX_COMMANDS
 
