@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import resource
 import socket
 import time
@@ -19,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol.local_peer import find_peer_uid
 
 from . import limits
@@ -74,7 +74,7 @@ class PeerConnections:
     def admit(self, connection: PeerSocket, address: Any) -> bool:
         """Adds a new connection from an address; returns False if it must be closed."""
         connection.uid = find_peer_uid(connection)
-        if connection.uid not in (0, os.geteuid()):
+        if not is_trusted_uid(connection.uid):
             key = _identify_peer(connection.uid, address)
             peer = self._peers.get(key) or _Peer(key)
             now = time.monotonic()
