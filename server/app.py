@@ -18,7 +18,9 @@ from starlette.types import ASGIApp
 from hangwatch import __version__
 
 from .alerting.alerter import Alerter
+from .core import limits
 from .core.clock import Clock
+from .core.memory import find_memory_limit
 from .core.peers import PeerConnections
 from .core.problems import Problem
 from .http import (
@@ -54,6 +56,8 @@ def build_app(
 ) -> tuple[ASGIApp, AppState]:
     """The application and the state behind it. ``base_url`` is how people reach it."""
     # The parts that diagnose, store and alert.
+    memory_mb = settings.memory_mb
+    limits.limit_memory(int(memory_mb * (1 << 20)) if memory_mb else find_memory_limit())
     shared = SharedState(clock or Clock())
     persistence = PersistenceWorker(
         shared=shared,

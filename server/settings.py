@@ -111,6 +111,8 @@ class Settings(BaseSettings):
     """days after which an incident is deleted"""
     retention_mb: Annotated[FiniteFloat, _Metavar("MB")] = Field(1024.0, gt=0)
     """megabytes of incidents to keep; beyond it the oldest are deleted"""
+    memory_mb: Annotated[FiniteFloat | None, _Metavar("MB")] = Field(None, gt=0)
+    """megabytes of memory to use; else three quarters of what its control group or the machine has, at most 4096"""
     token: Annotated[
         SecretStr | None,
         _matching(r"[!-~]+", "should be one or more printable ASCII characters without spaces"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hangwatch.model.calls import StreamKind
@@ -35,6 +35,10 @@ ChannelKey = tuple[StreamKind, int | None, int | None]
 
 # A rank that is idle for this long may be in a call that is not recorded, if it misses some.
 _UNRECORDED_AFTER_S = 3.0
+
+# Node agents send at most so many frames of a thread.
+MAX_FRAMES_KEPT, MAX_THREADS_KEPT = 500, 2000
+_FRAME_BYTES = 300  # of a frame without the characters of its texts
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
@@ -102,6 +106,14 @@ class MessageMark:
     enqueued: Mapping[int, int]  # the counters by stream uid; empty: they were not read since
 
 
+def _estimate_bytes(thread: ThreadStack) -> int:
+    """The memory of a thread's frames. Each text is an object of its own, of 49 bytes and more."""
+    texts = sum(
+        len(frame.file) + len(frame.function) + len(frame.text or "") for frame in thread.frames
+    )
+    return _FRAME_BYTES * (1 + len(thread.frames)) + texts
+
+
 @dataclass(slots=True, kw_only=True)
 class StackSample:
     """The stacks of a process at one moment."""
@@ -111,16 +123,24 @@ class StackSample:
     native: bool = False
     threads: tuple[ThreadStack, ...] = ()
     error: str | None = None
+    size_bytes: int = 0  # the approximate memory that it takes
 
     @classmethod
     def from_reply(cls, reply: heartbeat.StackReply, now: float) -> StackSample:
-        """The sample in a heartbeat that was received at ``now``."""
+        """The sample in a heartbeat that was received at ``now``, without what exceeds the limits."""
+        threads = [
+            thread
+            if len(thread.frames) <= MAX_FRAMES_KEPT
+            else replace(thread, frames=thread.frames[:MAX_FRAMES_KEPT])
+            for thread in reply.threads[:MAX_THREADS_KEPT]
+        ]
         return cls(
             source=reply.source,
             taken_at=now - reply.taken_s,
             native=reply.native,
-            threads=reply.threads,
+            threads=tuple(threads),
             error=reply.error,
+            size_bytes=sum(map(_estimate_bytes, threads)),
         )
 
     @property

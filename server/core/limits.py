@@ -6,13 +6,14 @@ A request beyond a `Limit` gets a problem document with the limit's name, and `/
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hangwatch.model.bounds import MAX_RANKS
 
 from .problems import Problem
 
+MAX_MEMORY_BYTES = 4 << 30  # also where the machine has more
 LARGE_RANKS = 4000  # reading so many ranks takes long
 
 HEAD_S = 10.0  # the longest wait for the headers of a request
@@ -134,12 +135,18 @@ OPEN_INCIDENTS = Limit(
 # The last resort: texts and lists that are each within their limits could add up to any amount.
 MEMORY = Limit(
     "memory",
-    4 << 30,
+    MAX_MEMORY_BYTES,
     "bytes",
-    "of a server's memory, beyond which no new process or group is accepted",
+    "of a server's memory (less by `--memory-mb`), beyond which no new process or group is accepted",
     429,
 )
 LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
+
+
+def limit_memory(maximum: int) -> None:
+    """Sets the maximum of `MEMORY`."""
+    global MEMORY
+    MEMORY = replace(MEMORY, maximum=maximum)
 
 
 def is_large(ranks: int) -> bool:

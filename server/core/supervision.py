@@ -113,6 +113,8 @@ class Counters:
     malformed: int = 0
     refused: int = 0  # heartbeats while the server was overloaded
     refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
+    unrequested: int = 0  # stacks, calls and hardware that no node agent was asked for
+    dropped_samples: int = 0  # stacks that were dropped for lack of memory
     resyncs: int = 0
     diagnoses: int = 0
     diagnosis_s: float = 0.0  # CPU time

@@ -66,6 +66,8 @@ COUNTERS = {
     "hangwatch_foreign_reports": (
         "Reports of processes that were dropped because another node agent reports them"
     ),
+    "hangwatch_unrequested_replies": "Stacks, calls and hardware that were not requested, and dropped",
+    "hangwatch_stacks_dropped": "Stacks of the job with the most that were dropped for lack of memory",
     "hangwatch_resyncs": "Requests to node agents to report everything again",
     "hangwatch_incidents_opened": "Incidents opened since the start",
     "hangwatch_diagnoses": "Rounds of diagnosis",
@@ -241,6 +243,8 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
         "hangwatch_heartbeats_malformed": counters.malformed,
         "hangwatch_heartbeats_refused": counters.refused,
         "hangwatch_foreign_reports": watch.shared.fleet.foreign_reports,
+        "hangwatch_unrequested_replies": counters.unrequested,
+        "hangwatch_stacks_dropped": counters.dropped_samples,
         "hangwatch_resyncs": counters.resyncs,
         "hangwatch_incidents_opened": watch.shared.incidents.opened_count,
         "hangwatch_diagnoses": counters.diagnoses,

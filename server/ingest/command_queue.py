@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.heartbeat import get_family
+from hangwatch.protocol.heartbeat import Heartbeat, get_family
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 from hangwatch.tracking.tenants import change_count
@@ -20,6 +20,7 @@ from ..core.clock import Clock, ulid
 from ..core.events import wait_for_event
 
 REQUEST_EXPIRES_S = 10.0  # an unanswered request may be repeated after this time
+ACCEPTED_FOR_S = 120.0  # a reply so late is accepted: py-spy may take long on a busy host
 MIN_REPEAT_INTERVAL_S = 1.0  # the shortest time between two requests for the same thing
 _MAX_CALLS_REQUESTED = 128
 
@@ -56,6 +57,8 @@ class CommandQueue:
     # The number of agents that have commands to get or to answer, by family of jobs.
     busy_counts: Counter[str] = field(default_factory=Counter)
     _agents: dict[str, _AgentCommands] = field(default_factory=dict)  # most have none
+    # The node agent that may reply to a command, and until when, by the command's id, oldest first.
+    _awaited: dict[str, tuple[str, float]] = field(default_factory=dict)
     _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # the agents that wait
     _is_closed: bool = False
 
@@ -107,6 +110,7 @@ class CommandQueue:
         command = Command(id=ulid(self.clock.wall()), kind=kind, key=process.key, **fields)
         commands = self._open_commands(process)
         commands.unsent[command.id] = command, now
+        self._awaited[command.id] = process.agent, now + ACCEPTED_FOR_S
         if (arrival := self._arrivals.get(process.agent)) is not None:
             arrival.set()
         return command.id
@@ -164,6 +168,29 @@ class CommandQueue:
         unsent.clear()
         return commands
 
+    def drop_unrequested(self, beat: Heartbeat) -> tuple[Heartbeat, int]:
+        """The heartbeat without evidence that its node agent was not asked for, and how many replies that
+        were. Each command is answered once.
+        """
+        reply_count = len(beat.samples) + len(beat.calls) + len(beat.hardware)
+        if not reply_count:
+            return beat, 0
+        samples, calls, hardware = (
+            tuple(reply for reply in replies if self._take_awaited(beat.agent, reply.request))
+            for replies in (beat.samples, beat.calls, beat.hardware)
+        )
+        unrequested = reply_count - len(samples) - len(calls) - len(hardware)
+        if unrequested:
+            beat = replace(beat, samples=samples, calls=calls, hardware=hardware)
+        return beat, unrequested
+
+    def _take_awaited(self, agent: str, id: str) -> bool:
+        """Whether the node agent may reply to this command, which no reply may do from then on."""
+        if self._awaited.get(id, ("",))[0] != agent:
+            return False
+        del self._awaited[id]
+        return True
+
     def mark_answered(self, agent: str, ids: set[str]) -> None:
         for last in self._find_commands(agent).evidence.values():
             last.is_answered |= last.command_id in ids
@@ -181,6 +208,8 @@ class CommandQueue:
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
         """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
+        while self._awaited and next(iter(self._awaited.values()))[1] < now - report_interval_s:
+            del self._awaited[next(iter(self._awaited))]
         oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
         for agent, commands in list(self._agents.items()):
             commands.unsent = {

@@ -5,6 +5,7 @@ node agents that need not stay in memory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -12,10 +13,11 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S
 from hangwatch.tracking.tenants import take_turns
 
-from ..core import load
+from ..core import limits, load
 from ..core.events import wait_for_event
-from ..core.limits import is_large
+from ..core.limits import is_large, read_resident_bytes
 from ..core.load import GarbageScheduler
+from ..core.memory import EVIDENCE_SHARE, drop_samples, return_freed_memory
 from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
@@ -25,6 +27,8 @@ from .diagnoser import Diagnoser
 from .job_claims import JobClaims
 from .publisher import ChangePublisher
 
+log = logging.getLogger("hangwatch")
+
 # A finished attempt is still diagnosed for this long after its last heartbeat: other hosts may report
 # late.
 DIAGNOSED_AFTER_END_S = 10.0
@@ -32,6 +36,7 @@ FINISHED_ATTEMPTS_KEPT = 20
 FINISHED_KEPT_S = 3600.0
 # The processes of all finished attempts together that have a successor.
 SUCCEEDED_PROCESSES_KEPT = 20_000
+MEMORY_CHECK_INTERVAL_S = 1.0
 SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
 PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large attempt
 
@@ -96,6 +101,7 @@ class DiagnosisLoop:
         with isolate("dropping what is no longer needed"):
             shared.commands.drop_expired(now, scheduler.longest_gap_s)
             self.retention.drop_expired(now)
+            self.retention.drop_excess_stacks(now)
             self._garbage.update(len(fleet.processes), now)
         with isolate("scheduling reports"):
             scheduler.start_round(now)
@@ -111,6 +117,7 @@ class Retention:
     _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
+    _memory_check_due_at: float = float("-inf")
 
     def drop_expired(self, now: float) -> None:
         """Drops old attempts, and silent agents that are silent for long or have no live rank."""
@@ -145,6 +152,19 @@ class Retention:
             if silent_s > FINISHED_KEPT_S or has_finished:
                 shared.agents.forget_silent(agent_id)
                 shared.performance.forget_agent(agent_id)
+
+    def drop_excess_stacks(self, now: float) -> None:
+        """Drops stacks if the server comes near the limit on its memory."""
+        excess_bytes = read_resident_bytes() - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
+        if excess_bytes <= 0 or now < self._memory_check_due_at:
+            return
+        self._memory_check_due_at = now + MEMORY_CHECK_INTERVAL_S
+        dropped = drop_samples(self.shared.fleet.processes.values(), excess_bytes)
+        for family, count in dropped.items():
+            self.shared.counters.dropped_samples += count
+            log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, family)
+        if dropped:
+            return_freed_memory()
 
     def drop_attempt(self, attempt: Attempt) -> None:
         fleet = self.shared.fleet

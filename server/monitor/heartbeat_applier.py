@@ -32,6 +32,8 @@ class HeartbeatApplier:
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
+        beat, unrequested = shared.commands.drop_unrequested(beat)
+        counters.unrequested += unrequested
         is_known = beat.agent in shared.agents
         is_complete = fleet.apply_heartbeat(beat, now)
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)

@@ -10,6 +10,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,14 +19,15 @@ import httpx
 import pytest
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.codec import encode_message
-from hangwatch.protocol.heartbeat import StreamIdentity, StreamUpdate
+from hangwatch.protocol.heartbeat import StackReply, StreamIdentity, StreamUpdate
 from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
 from tests.harness.processes import read_cpu_s, read_resident_mb
 from tests.harness.server import Server, run_server
 from tests.simulation.job_reporter import JobReporter
-from tests.simulation.simulated_job import SimulatedJob
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 from tests.unit.server.ingest.test_field_bounds import (
     CHANGES,
@@ -236,6 +238,72 @@ def test_large_unknown_member_takes_little_time(server: Server, client: httpx.Cl
     answer = client.post("/api/v1/heartbeats", content=body, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 200, answer.text
     assert read_cpu_s(server.pid) - before_s < 2.5
+
+
+def make_stack(frames: int, text: str) -> ThreadStack:
+    frame = Frame(function=text, file=text, line=70_000)
+    return ThreadStack(thread="MainThread", frames=(frame,) * frames, main=True)
+
+
+def test_unrequested_stacks_cost_no_memory(tmp_path: Path) -> None:
+    with (
+        run_server(tmp_path) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        job = SimulatedJob(ranks=4, name="greedy", host="greedy")
+        reporter = JobReporter(client, job)
+        reporter.send_heartbeat()
+        keys = [update.key for update in job.make_process_updates(0, full=False)]
+        threads = tuple([make_stack(7000, "f" * 400)] * 5)  # 29 MB of JSON
+        with bounded_growth(server, 500):  # for one heartbeat that is being decoded
+            for number in range(2, 14):
+                reply = StackReply(
+                    key=keys[number % 4], request="none", source="py-spy", threads=threads
+                )
+                beat = reporter.make_heartbeat(0, number, samples=(reply,))
+                response = client.post(
+                    "/api/v1/heartbeats",
+                    content=gzip.compress(json.dumps(encode_message(beat)).encode(), 1),
+                    headers={"Content-Encoding": "gzip"},
+                )
+                assert response.status_code == 200, response.text
+        assert "hangwatch_unrequested_replies_total 12.0" in client.get("/metrics").text
+
+
+class GreedyJob(SimulatedJob):
+    """Its node agents reply to each request for stacks with as much as the server accepts."""
+
+    def take_sample(self, command: dict[str, Any]) -> StackReply:
+        reply = SimulatedJob.take_sample(self, command)
+        return replace(reply, threads=(make_stack(500, "f" * 40),) * 20)
+
+
+def test_greedy_job_loses_its_own_stacks(tmp_path: Path) -> None:
+    """The server stays within its memory, and another job's hang is reported with its stack."""
+    with run_server(tmp_path, "--stall-after", "2", "--memory-mb", "280") as server:
+        greedy = GreedyJob(ranks=32, ranks_per_host=8, name="greedy", host="greedy{}")
+        greedy.hang_ranks(*range(0, 32, 2))
+        reporter = JobReporter.connect(server.url, greedy)
+        with reporter.reporting():
+            wait_for_value(
+                lambda: read_stacks_dropped(server) or None, "that stacks are dropped", 60.0
+            )
+            victim = JobReporter.connect(server.url, make_hung_job(hung_for_s=0.0, name="victim"))
+
+            def find_stack() -> bool:
+                victim.send_heartbeat()
+                found = [server.get(f"incidents/{i['id']}") for i in victim.list_incidents()]
+                return any(1 in s["ranks"] or 2 in s["ranks"] for i in found for s in i["stacks"])
+
+            wait_for_value(find_stack, "the victim's incident with its stack", 30.0)
+            assert read_resident_mb(server.pid) < 300
+            victim.client.close()
+        assert "stacks of job greedy" in server.read_log()
+
+
+def read_stacks_dropped(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text
+    return float(text.partition("\nhangwatch_stacks_dropped_total ")[2].split()[0])
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:

@@ -6,8 +6,9 @@ import asyncio
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import CommandKind
+from hangwatch.protocol.heartbeat import Heartbeat, StackReply
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
+from hangwatch.server.ingest.command_queue import ACCEPTED_FOR_S, REQUEST_EXPIRES_S, CommandQueue
 from tests.unit.server.attempts import make_attempt
 
 
@@ -46,6 +47,30 @@ def test_command_waits_for_an_agent_that_reports_rarely() -> None:
     command_queue.request_evidence(job, wants, 150.0)
     command_queue.drop_expired(150.0 + REQUEST_EXPIRES_S + 1.0, report_interval_s=0.5)
     assert command_queue.take_unsent("a") == ()
+
+
+def test_only_what_was_requested_is_accepted_once() -> None:
+    command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+    command_queue.request_evidence(job, [EvidenceRequest(rank=1, stacks=True)], 100.0)
+    (command,) = command_queue.take_unsent("a")
+
+    def count_accepted(agent: str, *requests: str) -> int:
+        samples = tuple(
+            StackReply(key=command.key, request=request, source="py-spy") for request in requests
+        )
+        beat = Heartbeat(host="n", agent=agent, number=1, samples=samples)
+        kept, unrequested = command_queue.drop_unrequested(beat)
+        assert len(kept.samples) + unrequested == len(samples)
+        return len(kept.samples)
+
+    assert count_accepted("a", "another", "") == 0
+    assert count_accepted("b", command.id) == 0, "it was requested of another node agent"
+    command_queue.drop_expired(100.0 + ACCEPTED_FOR_S, report_interval_s=0.5)
+    assert count_accepted("a", command.id, command.id) == 1
+    command_queue.request_evidence(job, [EvidenceRequest(rank=1, stacks=True)], 300.0)
+    (command,) = command_queue.take_unsent("a")
+    command_queue.drop_expired(301.0 + ACCEPTED_FOR_S, report_interval_s=0.5)
+    assert count_accepted("a", command.id) == 0, "it is too late"
 
 
 def test_agent_waits_until_there_is_a_command_that_no_heartbeat_took() -> None:

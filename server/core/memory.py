@@ -1,0 +1,84 @@
+"""How much memory the server may use, and what it drops before it needs more: the stacks of the job that
+has the most, the oldest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from hangwatch.protocol.heartbeat import get_family
+from hangwatch.tracking.process import Process, StackSample
+
+from .limits import MAX_MEMORY_BYTES
+
+_USABLE_SHARE = 0.75  # of what the control group or the machine has: files are cached in the rest
+EVIDENCE_SHARE = (
+    0.75  # of the limit, beyond which stacks are dropped; more is for processes and groups
+)
+# A job with less keeps all: the memory is needed by something else.
+MIN_SAMPLE_BYTES = 8 << 20
+
+
+def find_memory_limit(
+    proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """The bytes that the server may use. Sources: proc(5), and Documentation/admin-guide/cgroup-v{1,2} of
+    the kernel.
+    """
+    limits: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        meminfo = (proc / "meminfo").read_text(encoding="ascii")
+        limits.append(int(meminfo.partition("MemTotal:")[2].split()[0]) << 10)
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text(errors="replace").splitlines():
+            _, _, fields = line.partition(":")
+            controllers, _, path = fields.partition(":")
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            base = cgroup_root / controllers
+            # In a container, the path may be that of the host, and its own group is at the root.
+            group = base / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(base):
+                    for name in ("memory.max", "memory.limit_in_bytes"):
+                        with contextlib.suppress(OSError, ValueError):  # another version, or "max"
+                            limits.append(int((folder / name).read_text()))
+    return min([MAX_MEMORY_BYTES, *(int(limit * _USABLE_SHARE) for limit in limits)])
+
+
+def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, int]:
+    """Drops stacks of at least so many bytes, as far as jobs have more than `MIN_SAMPLE_BYTES`. Returns
+    how many of each family of jobs.
+    """
+    held_bytes: defaultdict[str, int] = defaultdict(int)
+    held: defaultdict[str, list[tuple[StackSample, Process]]] = defaultdict(list)
+    for process in processes:
+        if process.samples:
+            family = get_family(process.attempt.job)
+            for sample in process.samples:
+                held_bytes[family] += sample.size_bytes
+                held[family].append((sample, process))
+    queues: dict[str, deque[tuple[StackSample, Process]]] = {}
+    dropped: defaultdict[str, int] = defaultdict(int)
+    while excess_bytes > 0 and held_bytes:
+        family = max(held_bytes, key=lambda family: held_bytes[family])
+        if held_bytes[family] <= MIN_SAMPLE_BYTES:
+            break
+        if family not in queues:
+            queues[family] = deque(sorted(held[family], key=lambda entry: entry[0].taken_at))
+        sample, process = queues[family].popleft()
+        process.samples = tuple(kept for kept in process.samples if kept is not sample)
+        held_bytes[family] -= sample.size_bytes
+        excess_bytes -= sample.size_bytes
+        dropped[family] += 1
+    return dropped
+
+
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the kernel, where the C library can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

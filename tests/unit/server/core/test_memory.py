@@ -1,0 +1,98 @@
+"""The limit on the server's memory, and whose stacks are dropped near it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hangwatch.model.ranks import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core.limits import MAX_MEMORY_BYTES
+from hangwatch.server.core.memory import MIN_SAMPLE_BYTES, drop_samples, find_memory_limit
+from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.process import (
+    MAX_FRAMES_KEPT,
+    MAX_THREADS_KEPT,
+    Process,
+    StackSample,
+)
+from tests.simulation.simulated_job import SimulatedJob
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": f"{2 * GIB}"}, 1.5 * GIB),
+        ("0::/host/path\n", {"memory.max": f"{GIB}"}, 0.75 * GIB),
+        ("5:cpu:/c\n4:memory:/c\n", {"memory/c/memory.limit_in_bytes": f"{GIB}"}, 0.75 * GIB),
+        ("0::/a\n", {"a/memory.max": "max"}, 3 * GIB),
+        ("0::/a\n", {"a/memory.max": f"{64 * GIB}"}, 3 * GIB),
+        ("", {}, 3 * GIB),
+        (None, {}, MAX_MEMORY_BYTES),
+    ],
+    ids=["v2", "container", "v1", "machine", "machine has less", "no group", "nothing known"],
+)
+def test_limit_is_that_of_the_control_group_or_the_machine(
+    tmp_path: Path, cgroup: str | None, files: dict[str, str], expected: float
+) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    if cgroup is not None:
+        (proc / "self").mkdir(parents=True)
+        (proc / "self" / "cgroup").write_text(cgroup)
+        (proc / "meminfo").write_text(f"MemTotal:    {4 * GIB >> 10} kB\nMemFree: 1 kB\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    assert find_memory_limit(proc, root) == expected
+
+
+def add_job(fleet: Fleet, name: str, samples: int, frames: int) -> Process:
+    """A job with a rank of so many samples, taken at 0, 1, 2 and so on."""
+    job = SimulatedJob(ranks=1, name=name, host=name)
+    agent = {"host": name, "agent": name}
+    updates = job.make_process_updates(0, full=True)
+    fleet.apply_heartbeat(heartbeat.Heartbeat(**agent, number=1, processes=updates), 0.0)
+    stack = tuple(Frame(function="f", file="t.py", line=n) for n in range(frames))
+    threads = [
+        ThreadStack(thread="MainThread", frames=stack[start : start + 500])
+        for start in range(0, frames, 500)
+    ]
+    for number in range(samples):
+        reply = heartbeat.StackReply(
+            key=updates[0].key, request="r", source="py-spy", threads=tuple(threads)
+        )
+        beat = heartbeat.Heartbeat(**agent, number=number + 2, samples=(reply,))
+        fleet.apply_heartbeat(beat, float(number))
+    (process,) = fleet.list_processes(name)
+    return process
+
+
+def test_greediest_job_loses_its_oldest_stacks() -> None:
+    fleet = Fleet()
+    modest = add_job(fleet, "modest", 4, 30)
+    greedy = [add_job(fleet, f"greedy/{n}", 3, 20_000) for n in range(2)]
+    second = add_job(fleet, "second", 2, 20_000)
+    one_sample = second.samples[0].size_bytes
+    assert one_sample > 20_000 * 100
+    assert drop_samples(fleet.processes.values(), one_sample) == {"greedy": 1}
+    assert drop_samples(fleet.processes.values(), 2 * one_sample) == {"greedy": 2}
+    assert sorted(sample.taken_at for process in greedy for sample in process.samples) == [1, 2, 2]
+    assert len(second.samples) == 2
+    dropped = drop_samples(fleet.processes.values(), 1 << 40)
+    assert dropped.keys() == {"greedy", "second"}
+    for processes in (greedy, [second]):
+        kept_bytes = sum(sample.size_bytes for p in processes for sample in p.samples)
+        assert kept_bytes <= MIN_SAMPLE_BYTES
+    assert len(modest.samples) == 4, "a job with few stacks keeps all"
+
+
+def test_more_frames_than_a_node_agent_sends_are_cut() -> None:
+    frames = tuple(Frame(function="f", file="t.py", line=n) for n in range(MAX_FRAMES_KEPT + 1))
+    threads = (ThreadStack(thread="t", frames=frames),) * (MAX_THREADS_KEPT + 1)
+    reply = heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=threads)
+    sample = StackSample.from_reply(reply, 0.0)
+    assert len(sample.threads) == MAX_THREADS_KEPT
+    assert sample.threads[0].frames == frames[:-1], "the innermost ones are kept"
