@@ -16,7 +16,7 @@ from ..errors import UsageError
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prints a token for one job, derived from the server's. A job that is started with it"
-        " can report itself, but no other job, and cannot read the API."
+        " can report itself and jobs named NAME/..., but no other job, and cannot read the API."
     )
     parser.epilog = (
         "Example: HANGWATCH_TOKEN=$(hangwatch token --job run7) HANGWATCH_JOB=run7 torchrun …"
