@@ -313,7 +313,9 @@ def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
         job = SimulatedJob(ranks=4, name="x" * 300)
         with pytest.raises(httpx.HTTPStatusError) as raised:
             JobReporter(client, job, agent="a").send_heartbeat()
-        assert "256 printable characters" in check_problem(raised.value.response, 422)
+        check_problem(raised.value.response, 422)
+        (error,) = raised.value.response.json()["errors"]
+        assert "length <= 256 - at `$.processes[0].identity.job`" in error["message"]
         process = job.make_process_update(0, full=True)
         channels = tuple(heartbeat.StreamUpdate(uid=uid, entered=1) for uid in range(20_000))
         many = heartbeat.ProcessUpdate(key=process.key, streams=channels)
