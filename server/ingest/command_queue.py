@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hangwatch.diagnosis import EvidenceRequest
-from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.commands import Command, CommandKind, CommandReply
 from hangwatch.protocol.heartbeat import Heartbeat, get_family
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -18,6 +18,8 @@ from hangwatch.tracking.tenants import change_count
 
 from ..core.clock import Clock, ulid
 from ..core.events import wait_for_event
+
+R = TypeVar("R", bound=CommandReply)
 
 REQUEST_EXPIRES_S = 10.0  # an unanswered request may be repeated after this time
 ACCEPTED_FOR_S = 120.0  # a reply so late is accepted: py-spy may take long on a busy host
@@ -175,14 +177,16 @@ class CommandQueue:
         reply_count = len(beat.samples) + len(beat.calls) + len(beat.hardware)
         if not reply_count:
             return beat, 0
-        samples, calls, hardware = (
-            tuple(reply for reply in replies if self._take_awaited(beat.agent, reply.request))
-            for replies in (beat.samples, beat.calls, beat.hardware)
-        )
+        samples = self._select_awaited(beat.agent, beat.samples)
+        calls = self._select_awaited(beat.agent, beat.calls)
+        hardware = self._select_awaited(beat.agent, beat.hardware)
         unrequested = reply_count - len(samples) - len(calls) - len(hardware)
         if unrequested:
             beat = replace(beat, samples=samples, calls=calls, hardware=hardware)
         return beat, unrequested
+
+    def _select_awaited(self, agent: str, replies: Iterable[R]) -> tuple[R, ...]:
+        return tuple([reply for reply in replies if self._take_awaited(agent, reply.request)])
 
     def _take_awaited(self, agent: str, id: str) -> bool:
         """Whether the node agent may reply to this command, which no reply may do from then on."""

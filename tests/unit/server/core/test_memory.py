@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,9 @@ def test_limit_is_that_of_the_control_group_or_the_machine(
 def add_job(fleet: Fleet, name: str, samples: int, frames: int) -> Process:
     """A job with a rank of so many samples, taken at 0, 1, 2 and so on."""
     job = SimulatedJob(ranks=1, name=name, host=name)
-    agent = {"host": name, "agent": name}
     updates = job.make_process_updates(0, full=True)
-    fleet.apply_heartbeat(heartbeat.Heartbeat(**agent, number=1, processes=updates), 0.0)
+    beat = heartbeat.Heartbeat(host=name, agent=name, number=1, processes=updates)
+    fleet.apply_heartbeat(beat, 0.0)
     stack = tuple(Frame(function="f", file="t.py", line=n) for n in range(frames))
     threads = [
         ThreadStack(thread="MainThread", frames=stack[start : start + 500])
@@ -64,7 +65,7 @@ def add_job(fleet: Fleet, name: str, samples: int, frames: int) -> Process:
         reply = heartbeat.StackReply(
             key=updates[0].key, request="r", source="py-spy", threads=tuple(threads)
         )
-        beat = heartbeat.Heartbeat(**agent, number=number + 2, samples=(reply,))
+        beat = replace(beat, number=number + 2, processes=(), samples=(reply,))
         fleet.apply_heartbeat(beat, float(number))
     (process,) = fleet.list_processes(name)
     return process
