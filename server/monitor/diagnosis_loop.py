@@ -81,12 +81,17 @@ class DiagnosisLoop:
         now = shared.now()
         current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
+        paused_at = time.perf_counter()
         for attempt in self._diagnosis_turns.iter_due(current):
             with isolate(f"the incidents of job {attempt.job}"):
                 silent_s = now - attempt.last_seen_at
                 if not attempt.is_finished or silent_s < DIAGNOSED_AFTER_END_S:
                     await self.diagnoser.diagnose_attempt(attempt)
                     incidents.resolve_earlier_attempts(attempt, now, current_keys)
+            if time.perf_counter() - paused_at > MIN_PAUSE_S:
+                # The reports that have arrived: the next job would seem to be silent without them.
+                await asyncio.sleep(MIN_PAUSE_S)
+                paused_at = time.perf_counter()
         now = shared.now()
         with isolate("resolving the incidents of finished jobs"):
             incidents.resolve_finished_jobs(fleet, now)

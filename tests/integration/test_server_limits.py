@@ -275,7 +275,7 @@ class GreedyJob(SimulatedJob):
 
     def take_sample(self, command: dict[str, Any]) -> StackReply:
         reply = SimulatedJob.take_sample(self, command)
-        return replace(reply, threads=(make_stack(500, "f" * 40),) * 20)
+        return replace(reply, threads=(make_stack(80, "f" * 10_000),))
 
 
 def test_greedy_job_loses_its_own_stacks(tmp_path: Path) -> None:

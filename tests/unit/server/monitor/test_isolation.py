@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,37 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
         "good",
         "bad",
     }
+
+
+def test_slow_diagnosis_of_one_job_hides_no_other(
+    state: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job reports all the time, which nobody reads while the slow one is diagnosed."""
+
+    def diagnose_slowly(attempt: Any, *more: Any) -> Diagnosis:
+        if attempt.job == "slow":
+            time.sleep(1.5)
+        return diagnose(attempt, *more)
+
+    monkeypatch.setattr(diagnoser, "diagnose", diagnose_slowly)
+    job = make_hung_job(hung_for_s=60.0, name="other", host="other")
+
+    async def report() -> None:
+        for number in itertools.count(1):
+            updates = job.make_process_updates(0, full=number == 1)
+            beat = heartbeat.Heartbeat(host="other", agent="o", number=number, processes=updates)
+            state.watch.heartbeats.apply_heartbeat(beat)
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        report_hung_job(state, "slow")
+        reporting = asyncio.create_task(report())
+        await asyncio.sleep(0.05)
+        await state.watch.loop.run_round()
+        reporting.cancel()
+
+    asyncio.run(run())
+    assert "other" in {record.incident.job for record in state.shared.incidents.records.values()}
 
 
 def test_jump_of_an_agents_clock_stops_nothing(state: AppState) -> None:
