@@ -26,7 +26,7 @@ NO_GIL_TEXT = "without GIL\n"  # a rank without a GIL writes this instead of its
 THREADS_SUFFIX = ".threads"  # the ids and names of its threads
 
 
-# Of the folder's names in a folder that all users may write, such as /dev/shm.
+# What the folder's name may end in, where all users may create names, such as in /dev/shm.
 _NAME_SUFFIXES = ("", *[f"-{number}" for number in range(1, 16)])
 
 
@@ -57,8 +57,8 @@ def ensure_run_dir(url: str) -> Path:
 
     Raises RunDirError if no folder can be used.
     """
-    problems: dict[Path, str] = {}  # by root
-    taken: dict[Path, str] = {}  # likewise
+    problems: dict[Path, str] = {}  # the key is the root
+    taken: dict[Path, str] = {}  # the key is the root
     for path in _list_candidates(url):
         root = path.parent.parent
         if root in problems:

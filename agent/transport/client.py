@@ -39,7 +39,7 @@ from hangwatch.protocol.request_signing import (
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host
 MAX_UNPROVEN_REPLY_BYTES = 64 << 10  # the limit of one whose commands are ignored
-MAX_CPU_S = 0.5  # of a whole exchange: a reply may come in millions of chunks
+MAX_CPU_S = 0.5  # the CPU time of an exchange: a reply may come in millions of chunks
 DEADLINE_FACTOR = 2.0  # the limit of a whole exchange, relative to that of a pause within it
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -92,7 +92,7 @@ class SignedClient:
         self.is_server_known = False
         self._is_trusted_peer = False  # such a process is at the other end
         self._deadline = math.inf  # the current request's; -inf if it was ended
-        self._cpu_clock, self._cpu_limit_s = 0, math.inf  # of the thread that sends it
+        self._cpu_clock, self._cpu_limit_s = 0, math.inf  # the sending thread's
         self._idle_since = math.inf
         self._socket: socket.socket | None = None  # the current request's
         is_encrypted = parts.scheme == "https"

@@ -31,8 +31,8 @@ from hangwatch.model.operators import (
 Shapes = tuple[tuple[int, ...], ...]
 
 MAX_DUMP_RANKS = 1 << 17
-_MAX_MEMBERS = 2 * MAX_DUMP_RANKS  # of all groups of a dump together
-_CHARS_OF_A_MEMBER = 8  # of a large group, as text
+_MAX_MEMBERS = 2 * MAX_DUMP_RANKS  # all groups of a dump together have no more
+_CHARS_OF_A_MEMBER = 8  # a member's length in the text of a large group
 _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
 _MAX_TEXT_CHARS = 4096
 

@@ -23,7 +23,7 @@ from typing import Any
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
 MAX_VALUES = 1 << 24  # such a dump has 7 million
 MAX_WEIGHT = 10_000  # the values that hashing a tuple may visit
-MAX_FOLLOWED_OPCODES = 1 << 22  # of a pickle with tuples
+MAX_FOLLOWED_OPCODES = 1 << 22  # a pickle with tuples may have no more
 _CONTAINERS = (dict, list, tuple)
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"

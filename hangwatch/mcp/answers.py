@@ -39,24 +39,6 @@ QUOTED_NOTE = (
 MAX_QUOTED_LENGTH = 300  # characters
 _SENTENCES, _MAX_SENTENCE_LENGTH = ("summary", "advice", "straggler"), 1000
 _MAX_RUNS = 12  # runs of consecutive ranks
-_NEXT_STEPS = {
-    VerdictKind.MISMATCH: "Call get_calls, and look for the condition that one side took.",
-    VerdictKind.GROUP_MISMATCH: "Create the same groups in the same order on all ranks.",
-    VerdictKind.DEADLOCK: "Call get_wait_graph, follow the cycle, and order the calls alike.",
-    VerdictKind.DEAD_RANK: "Look at the exception and the exit in `processes`, and at the job's log.",
-    VerdictKind.EXITED_RANK: "Look for what let the culprit end while others still call.",
-    VerdictKind.FROZEN_RANK: "Look at what stops the process or holds the GIL, in `culprit_stack`.",
-    VerdictKind.LOST_NODE: "Check the culprits' host and its network.",
-    VerdictKind.STARTUP_STALL: "Look at the launcher and the logs of the culprits.",
-    VerdictKind.MISSING_RANK: "Ask what the culprit's code at `line` waits for.",
-    VerdictKind.DEVICE_STUCK: "Read `hardware`, and look for a kernel that never ends.",
-    VerdictKind.NO_PROGRESS: "Read `hardware`, and check the network and the devices.",
-    VerdictKind.SLOW_RANK: "Ask what takes the culprit's code at `line` so long.",
-    VerdictKind.QUIET_JOB: "Compare the stacks: who should end the waits of the others?",
-    VerdictKind.CONCURRENT_USE: "Make the calls of one group in one thread.",
-    VerdictKind.REPLICA_DIVERGENCE: "Look for what makes the culprits' results differ.",
-    VerdictKind.NONFINITE: "Look for the first call with NaN or Inf and what computed its input.",
-}
 # The words that hangwatch defines, its ids and its times.
 _OWN_WORDS = frozenset(
     [
@@ -66,8 +48,10 @@ _OWN_WORDS = frozenset(
             for word in words
         ),
         *get_args(IncidentStatus),
-        *("starting", "running", "stalled", "finished", "failed", "lost"),  # states of a job
-        *(
+        # The states of a job
+        *("starting", "running", "stalled", "finished", "failed", "lost"),
+        # The arguments in which calls may differ, and the sides of a call with numbers that are not finite
+        *[
             "op",
             "shape",
             "dtype",
@@ -77,11 +61,12 @@ _OWN_WORDS = frozenset(
             "splits",
             "tag",
             "detail",
-        ),  # of calls
-        *("input", "output"),
+            "input",
+            "output",
+        ],
     ]
 )
-_KINDS_BY_NAME = {kind.value: kind for kind in VerdictKind}
+_SPECS_BY_NAME = {kind.value: spec for kind, spec in KINDS.items()}
 _OWN_TEXT = re.compile(r"[0-9A-HJKMNP-TV-Z]{1,26}|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)")
 # The most items of each list.
 _MAX_CALLS = 6
@@ -223,9 +208,7 @@ def _name_incident(incident: Document) -> Answer:
 def explain_incident(incident: Document) -> Answer:
     """Which rank, call and line hang, why, and what to do next."""
     kind = _copy_own(incident, "kind").get("kind")
-    meaning = next_step = None
-    if kind in _KINDS_BY_NAME:  # a newer server may have others
-        meaning, next_step = KINDS[_KINDS_BY_NAME[kind]].meaning, _NEXT_STEPS[_KINDS_BY_NAME[kind]]
+    spec = _SPECS_BY_NAME.get(str(kind))  # None: a newer server may have other kinds
     waiting = get_parts(incident, "waiting")
     group = incident.get("group") or {}
     members = get_parts(group, "ranks")
@@ -256,9 +239,9 @@ def explain_incident(incident: Document) -> Answer:
         },
         **_name_incident(incident),
         **_copy_own(incident, "attempt", "kind"),
-        kind_means=meaning,
+        kind_means=spec and spec.meaning,
         **_copy_own(incident, "severity", "status", "onset_at", "resolved_at", "resolution"),
-        what_next=next_step,
+        what_next=spec and spec.next_step,
         culprits=shorten_ranks(culprits) or "none",
         waiting=shorten_ranks(waiting),
         waiting_count=len(waiting),

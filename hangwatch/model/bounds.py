@@ -39,7 +39,7 @@ Microseconds = Annotated[int, Bounds(-1, MAX_DURATION_US)]  # -1: not known
 MaybeTotal = Annotated[int, Bounds(-1, 1 << 60)]  # -1: not known
 PositiveSeconds = Annotated[float, Bounds(0, MAX_SECONDS)]
 Finite = Annotated[float, Bounds(-sys.float_info.max, sys.float_info.max)]
-Name = Annotated[str, Bounds(1, 256, _PRINTABLE)]  # of a job, a host, an agent or a process
+Name = Annotated[str, Bounds(1, 256, _PRINTABLE)]  # names a job, a host, an agent or a process
 
 # The bounds of all other fields, by type.
 TYPE_BOUNDS = {

@@ -77,6 +77,7 @@ class KindSpec:
     """What holds for every verdict of one kind."""
 
     meaning: str  # one sentence for the table of kinds
+    next_step: str  # the advice for coding agents, without any text of the job
     severity: Severity = Severity.ALERT
     timing: Timing
     role: Role
@@ -129,6 +130,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "members of a group made different calls at the same position: operation, shape, dtype,"
             " reduce op, root, split sizes or tag; or a peer that is no rank of the group"
         ),
+        next_step="Call get_calls, and look for the condition that one side took.",
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -137,6 +139,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.GROUP_MISMATCH: KindSpec(
         meaning="process groups were created in a different order or with different members",
+        next_step="Create the same groups in the same order on all ranks.",
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -145,6 +148,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.DEADLOCK: KindSpec(
         meaning="ranks wait for each other in a cycle, across groups or point-to-point",
+        next_step="Call get_wait_graph, follow the cycle, and order the calls alike.",
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -153,6 +157,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.DEAD_RANK: KindSpec(
         meaning="a process was ended by a signal, exited with a non-zero status, or vanished",
+        next_step="Look at the exception and the exit in `processes`, and at the job's log.",
         timing=Timing.IMMEDIATE,
         role=Role.END,
         abort=Abort.BY_DEFAULT,
@@ -162,6 +167,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.EXITED_RANK: KindSpec(
         meaning="a rank finished, or destroyed its process group, while others wait for it",
+        next_step="Look for what let the culprit end while others still call.",
         timing=Timing.IMMEDIATE,
         role=Role.END,
         abort=Abort.BY_DEFAULT,
@@ -175,6 +181,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native"
             " code holds the GIL"
         ),
+        next_step="Look at what stops the process or holds the GIL, in `culprit_stack`.",
         timing=Timing.IMMEDIATE_IF_STOPPED,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
@@ -186,6 +193,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.LOST_NODE: KindSpec(
         meaning="the node agent of a host no longer reports, and other ranks wait for its ranks",
+        next_step="Check the culprits' host and its network.",
         timing=Timing.AFTER_STALL,
         role=Role.END,
         abort=Abort.ON_REQUEST,
@@ -195,6 +203,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.STARTUP_STALL: KindSpec(
         meaning="ranks never reached `init_process_group`, in which others wait",
+        next_step="Look at the launcher and the logs of the culprits.",
         timing=Timing.AFTER_STALL_THEN_ALERT,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
@@ -204,6 +213,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         meaning=(
             "ranks that are alive in their own code have not entered the call in which others wait"
         ),
+        next_step="Ask what the culprit's code at `line` waits for.",
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
@@ -216,6 +226,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "every member's host made the call, and some members' devices have not reached it or"
             " fell behind the others': a kernel that never ends, a stream that waits"
         ),
+        next_step="Read `hardware`, and look for a kernel that never ends.",
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
@@ -227,6 +238,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "every member entered the call, none completes it, no difference between their calls is known,"
             " and no device is known to lag: network, device or driver"
         ),
+        next_step="Read `hardware`, and check the network and the devices.",
         timing=Timing.AFTER_STALL_OR_START,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
@@ -237,6 +249,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "as `missing_rank`, but the rank is working or in a declared phase; becomes a"
             " `missing_rank` alert at `--slow-limit`"
         ),
+        next_step="Ask what takes the culprit's code at `line` so long.",
         severity=Severity.WARNING,
         timing=Timing.AFTER_STALL,
         role=Role.SLOWDOWN,
@@ -250,6 +263,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "no rank makes calls any more, none works, and none is known to wait in a call; the culprits"
             " are blocked where the other ranks are not"
         ),
+        next_step="Compare the stacks: who should end the waits of the others?",
         severity=Severity.WARNING,
         timing=Timing.AFTER_PAUSE_THEN_ALERT,
         role=Role.HANG,
@@ -260,6 +274,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.CONCURRENT_USE: KindSpec(
         meaning="two threads of a rank make calls on one group at the same time",
+        next_step="Make the calls of one group in one thread.",
         severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
@@ -267,6 +282,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.REPLICA_DIVERGENCE: KindSpec(
         meaning="results that must be equal differ (only with `HANGWATCH_CHECKS=replicas`)",
+        next_step="Look for what makes the culprits' results differ.",
         severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
@@ -277,6 +293,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "NaN or Inf entered the job: the first call that carried any (only with"
             " `HANGWATCH_CHECKS=nonfinite`)"
         ),
+        next_step="Look for the first call with NaN or Inf and what computed its input.",
         severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,

@@ -49,7 +49,7 @@ def check_ownership(path: Path) -> None:
         if not is_trusted_uid(status.st_uid):
             raise PermissionError(f"{part} belongs to another user")
         mode = status.st_mode
-        # Of a folder with the sticky bit, others can replace none of our files.
+        # Other users can replace none of our files in a folder with the sticky bit.
         is_safe = stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX)
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_safe:
             raise PermissionError(f"{part} can be written by other users (chmod go-w)")

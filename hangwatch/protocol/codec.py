@@ -18,7 +18,9 @@ from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
-MAX_COMMANDS = 1024  # of one reply: as many as a node agent remembers, to execute none twice
+MAX_COMMANDS = (
+    1024  # a node agent takes as many from a reply as it remembers, to execute none twice
+)
 
 
 def _parse_number(value: Any) -> float:

@@ -160,7 +160,7 @@ class Fleet:
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     # Current and former processes. Only identities are looked up here: see `find_process`.
     processes: dict[ProcessKey, Process] = field(default_factory=dict)
-    process_counts: Counter[str] = field(default_factory=Counter)  # by family of jobs
+    process_counts: Counter[str] = field(default_factory=Counter)  # the key is the family of jobs
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     agents: AgentRegistry = field(default_factory=AgentRegistry)

@@ -38,7 +38,7 @@ _UNRECORDED_AFTER_S = 3.0
 
 # Node agents send at most so many frames of a thread.
 MAX_FRAMES_KEPT, MAX_THREADS_KEPT = 500, 2000
-_FRAME_BYTES = 300  # of a frame without the characters of its texts
+_FRAME_BYTES = 300  # a frame takes as many besides the characters of its texts
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 

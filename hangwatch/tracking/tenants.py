@@ -19,7 +19,7 @@ from hangwatch.protocol.heartbeat import get_family
 
 T = TypeVar("T")
 
-_SEPARATOR = "\n"  # in no name, since names are printable
+_SEPARATOR = "\n"  # no name contains it, since names are printable
 
 
 def qualify_agent(tenant: str, agent: str) -> str:

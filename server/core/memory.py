@@ -15,10 +15,10 @@ from hangwatch.tracking.process import Process, StackSample
 
 from .limits import MAX_MEMORY_BYTES
 
-_USABLE_SHARE = 0.75  # of what the control group or the machine has: files are cached in the rest
-EVIDENCE_SHARE = (
-    0.75  # of the limit, beyond which stacks are dropped; more is for processes and groups
-)
+# The part of the control group's or the machine's memory that is used: files are cached in the rest.
+_USABLE_SHARE = 0.75
+# Stacks are dropped beyond this part of the limit: the rest is for processes and groups.
+EVIDENCE_SHARE = 0.75
 # A job with less keeps all: the memory is needed by something else.
 MIN_SAMPLE_BYTES = 8 << 20
 
@@ -40,7 +40,7 @@ def find_memory_limit(
             if controllers and "memory" not in controllers.split(","):
                 continue
             base = cgroup_root / controllers
-            # In a container, the path may be that of the host, and its own group is at the root.
+            # The path that a container sees may be that of the host, and its own group is at the root.
             group = base / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(base):

@@ -32,7 +32,7 @@ IDLE_AFTER_S = 1.0
 class _Peer:
     key: int | bytes
     open_count: int = 0
-    # Its unauthenticated connections and when they were made, the oldest first.
+    # The unauthenticated connections and when they were made, the oldest first
     unauthenticated: dict[PeerSocket, float] = field(default_factory=dict)
 
 

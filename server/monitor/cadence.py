@@ -139,8 +139,8 @@ class ReportScheduler:
     # The numbers of suspected agents (True) and others (False) that report sooner in this round, by
     # family. The limits are separate because half of all hosts may be urgent while a hang resolves.
     _pressing_counts: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    _suspected_counts: Counter[str] = field(default_factory=Counter)  # by family, in this round
-    _fair_hosts: tuple[Counter[str], float] | None = None  # for these numbers of agents
+    _suspected_counts: Counter[str] = field(default_factory=Counter)  # in this round, by family
+    _fair_hosts: tuple[Counter[str], float] | None = None  # valid for these numbers of agents
 
     def weigh_hosts(self, *families: str) -> float:
         """The number of hosts by which the interval of a family's hosts is chosen: as many hosts alone

@@ -15,7 +15,7 @@ from tests.harness.signing import RequestSigner
 class SignedAuth(AuthBase):
     def __init__(self, token: str) -> None:
         self._token = token
-        self._signers: dict[str, RequestSigner] = {}  # by the address of the server
+        self._signers: dict[str, RequestSigner] = {}  # the key is the server's address
 
     def __call__(self, request: PreparedRequest) -> PreparedRequest:
         parts = urlsplit(request.url or "")

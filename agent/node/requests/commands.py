@@ -36,7 +36,7 @@ from .recordings import RecordingOrder, RecordingWorker
 from .traces import UNKNOWN_PROCESS, TraceRequests
 
 _POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server has waited
-# From the beginning of one request for commands to the next: a server may answer immediately.
+# The least time between the beginnings of two requests for commands: a server may answer immediately.
 _MIN_POLL_INTERVAL_S = 0.25
 ABORT_SIGNAL = signal.SIGKILL
 _EXIT_TIMEOUT_S = 5  # a signal without effect is reported after this time

@@ -40,7 +40,7 @@ class Attack:
                 try:
                     self.run_once(rng)
                 except (OSError, httpx.HTTPError, TransportError):
-                    pass  # as it should be
+                    pass  # the server refused it, or closed the connection
                 except HostileError as error:
                     self.error = str(error)
                 self.count += 1
