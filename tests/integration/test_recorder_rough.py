@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.harness import native
+from tests.harness.depth import choose_seed, draw_recorder
 from tests.harness.processes import clean_environment, clean_up_job
 
 ROUGH_SCRIPT = Path(__file__).with_name("recorder_cases") / "rough.py"
 
 
-@pytest.mark.parametrize("recorder", ["python", "native"])
 @pytest.mark.parametrize("case", ["threads", "forks", "signals", "modes", "worlds"])
 def test_recorder_survives_rough_use(
-    case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    recorder = draw_recorder(case, choose_seed())
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         env = clean_environment(

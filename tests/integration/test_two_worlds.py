@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.depth import choose_seed, draw_recorder
 from tests.harness.job import LaunchedJob, launch_job
 from tests.harness.processes import clean_up_job
 from tests.harness.server import Server, run_server
@@ -23,7 +24,6 @@ PLANTED_LINE = next(
     for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)
     if line.endswith("# PLANTED")
 )
-RECORDERS = ("python", "native")
 
 
 @contextlib.contextmanager
@@ -73,10 +73,8 @@ def are_two_pairs(ranks: Collection[tuple[str, int]]) -> bool:
 
 
 @pytest.mark.parametrize("launches", [1, 2])
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_healthy_worlds_are_shown_and_left_alone(
-    tmp_path: Path, recorder: str, launches: int
-) -> None:
+def test_healthy_worlds_are_shown_and_left_alone(tmp_path: Path, launches: int) -> None:
+    recorder = draw_recorder(f"{launches} launches", choose_seed())
     with (
         run_server(tmp_path / "server", "--stall-after", "8", "--on-hang", "abort") as server,
         launch_worlds(tmp_path, server, "healthy", recorder, launches=launches) as jobs,

@@ -18,7 +18,7 @@ REFUSED = replace(THIS_RUNTIME, command_prefix=PTRACE_REFUSED)
 
 @pytest.mark.parametrize(
     "name",
-    ["native_sleep", "native_epoll", "holds_gil", "thread_holds_gil", "checkpoint_holds_gil"],
+    ["native_sleep", "holds_gil", "checkpoint_holds_gil"],
 )
 def test_verdict(name: str, tmp_path: Path) -> None:
     outcome = check_program(name, tmp_path, runtime=REFUSED, depth=draw_depth(name, choose_seed()))

@@ -2,8 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
 #include <pybind11/chrono.h>
-#include <torch/extension.h>
 
 namespace {
 
