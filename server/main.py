@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hangwatch import __version__
+from hangwatch.model.ownership import check_ownership
 
 from .alerting.alerter import send_test_messages
 from .app import build_app
@@ -173,14 +174,18 @@ def kept_token(data_dir: Path) -> str:
     """The token of this data folder, valid after a restart, too. Raises StartError."""
     path = data_dir / TOKEN_FILE
     try:
-        token = path.read_text().strip() if path.exists() else ""
+        path.touch(mode=0o600)
+        check_ownership(path)
+        if path.stat().st_mode & 0o077:
+            raise PermissionError(f"{path} can be read by other users (chmod go-rwx)")
+        token = path.read_text().strip()
         if not token:
             token = secrets.token_urlsafe()
-            path.touch(mode=0o600)
             path.write_text(f"{token}\n")
     except OSError as error:
         raise StartError(
-            f"{path}: {error.strerror}; make it readable and writable, or give a token with --token"
+            f"the token of this server in {path}: {error.strerror or error}; make the file this user's"
+            " alone, or give a token with --token"
         ) from None
     return token
 

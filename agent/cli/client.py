@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 import httpx
 
-from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
+from hangwatch.model.ownership import is_trusted_uid
+from hangwatch.protocol.local_peer import find_peer_uid, is_loopback_peer
 from hangwatch.report.text import abbreviate_list
 
 from ..transport.client import ServerTarget, TargetError, parse_targets
@@ -64,6 +65,17 @@ def open_client(
     return contextlib.closing(Client(parse_address(args.url, args.token, env)))
 
 
+def _name_user(uid: int | None) -> str:
+    if uid is None:
+        return "the kernel does not say which one"
+    import pwd  # there is none on Windows
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
 def _omit_none(values: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
@@ -96,11 +108,15 @@ class Client:
         if event != "connection.connect_tcp.complete":
             return
         connection = details["return_value"].get_extra_info("socket")
-        if is_loopback_peer(connection) and not is_trusted_peer(connection, _PROBE_TIMEOUT_S):
+        if not is_loopback_peer(connection):
+            return
+        uid = find_peer_uid(connection, _PROBE_TIMEOUT_S)
+        if not is_trusted_uid(uid):
             connection.close()
             raise RefusedError(
-                f"a process of another user listens at {self.server}, and the token is not sent to"
-                " it: if it is the server, give its address as other hosts do, or serve it by https"
+                f"a process of another user ({_name_user(uid)}) listens at {self.server}, and the"
+                " token is not sent to it: if it is the server, give --url with the address by"
+                " which other hosts reach it, or serve it by https"
             )
 
     def get(self, path: str, **query: object) -> dict[str, Any]:

@@ -193,6 +193,10 @@ class NodeAgent:
         self._schedule.delay(now_ns + int(retry_s * 1e9))
         if not outcome.is_refused:
             return
+        refused = self._watchlist.watched.get(outcome.refused_key)
+        if refused is not None and not refused.is_left_out:
+            refused.handle_refusal()
+            return
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
         # the one after that omits everything in it.
         self._composer.mark_extras_delivered(heartbeat)

@@ -31,7 +31,8 @@ from hangwatch.model.operators import (
 Shapes = tuple[tuple[int, ...], ...]
 
 MAX_DUMP_RANKS = 1 << 17
-_MAX_MEMBERS = 2 * MAX_DUMP_RANKS  # all groups of a dump together have no more
+# All groups of a dump together have no more. Several groups of a job may have all of its ranks.
+_MAX_MEMBERS = 4 * MAX_DUMP_RANKS
 _CHARS_OF_A_MEMBER = 8  # a member's length in the text of a large group
 _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
 _MAX_TEXT_CHARS = 4096
@@ -237,18 +238,30 @@ def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[i
             total_chars += len(value) * (1 if isinstance(value, str) else _CHARS_OF_A_MEMBER)
         if total_chars > _MAX_MEMBERS * _CHARS_OF_A_MEMBER:
             raise ValueError("more members of groups than a process has")
-        ranks = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(ranks, (list, tuple)) or not 0 < len(ranks) <= MAX_DUMP_RANKS:
+        members = _parse_members(value) if isinstance(value, str) else _check_members(value)
+        if members is None:
             continue
-        members = RankTuple(map(parse_int, ranks))
-        has_duplicates = len(set(members)) < len(members)
-        if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
-            raise ValueError("the members of a group are not valid ranks")
         if name:
             groups[name] = members
         else:  # gloo's table has a single entry without a name, for the default group
             groups = dict.fromkeys(default_names, members) | groups
     return groups
+
+
+@functools.lru_cache(maxsize=1024)  # equal lists in all dumps are parsed and held once
+def _parse_members(text: str) -> RankTuple | None:
+    return _check_members(json.loads(text))
+
+
+def _check_members(ranks: Any) -> RankTuple | None:
+    """The members; None if this is no list of them, or a list that is empty or too long."""
+    if not isinstance(ranks, (list, tuple)) or not 0 < len(ranks) <= MAX_DUMP_RANKS:
+        return None
+    members = RankTuple(map(parse_int, ranks))
+    has_duplicates = len(set(members)) < len(members)
+    if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
+        raise ValueError("the members of a group are not valid ranks")
+    return members
 
 
 def parse_statuses(

@@ -1,7 +1,8 @@
 """The bounds of numbers and texts in messages. The annotation of a field states them, and the server refuses a
 message with a value outside of them (`server.ingest.heartbeat_checks`).
 
-They are as wide as what a ring can hold: a refused heartbeat reports none of its host's ranks.
+They are as wide as what a recorder writes into a ring. The node agent leaves out a process whose values are
+refused (`agent.node.discovery.watched`).
 """
 
 from __future__ import annotations

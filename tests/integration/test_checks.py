@@ -22,6 +22,7 @@ ENV = {"HANGWATCH_CHECKS": "replicas,nonfinite,values", "HANGWATCH_CHECK_EVERY":
 
 
 def test_checks_find_divergence_and_nan(tmp_path: Path) -> None:
+    """SECURITY.md: "`HANGWATCH_CHECKS=values` records statistics of tensors"."""
     with (
         running_server(tmp_path / "server") as server,
         running_job(PROGRAM, RANKS, tmp_path, server.url, env=ENV, args=[str(tmp_path)]) as job,

@@ -204,6 +204,9 @@ class PickleExploit:
 def test_malicious_pickle_is_refused(
     protocol: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """SECURITY.md: "refuses a pickle that would import or call anything, before it executes any of
+    it".
+    """
     harmed, file = tmp_path / "harmed", tmp_path / "rank_0"
     file.write_bytes(
         pickle.dumps(

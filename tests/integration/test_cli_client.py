@@ -290,6 +290,7 @@ def test_unknown_rank_is_reported_by_server(server: StubServer, capsys: Captured
 def test_token_grants_access(
     server: StubServer, capsys: CapturedOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SECURITY.md: "everything: it is the operator's password"."""
     server.token = TOKEN
     assert main(["status"]) == 1
     assert "requires a token: give --token, HANGWATCH_TOKEN" in capsys.readouterr().err

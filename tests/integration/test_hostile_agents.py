@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -18,7 +19,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.environment.run_dir import AGENT_LOG_NAME, RunDirError, ensure_run_dir
+from hangwatch.agent.environment.run_dir import (
+    AGENT_LOCK_NAME,
+    AGENT_LOG_NAME,
+    RunDirError,
+    ensure_run_dir,
+)
 from hangwatch.agent.recorder.native import cache
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
@@ -58,6 +64,9 @@ def make_claim(
 def test_claims_of_another_agent_change_no_verdict(
     tmp_path: Path, restart: int, ended: ExitInfo | None
 ) -> None:
+    """SECURITY.md: "report the processes that it watches", "change what another, active node agent
+    reports", "A new launch under the same job name does not hide an older one".
+    """
     job = make_hung_job(hung_for_s=0.0)
     with run_server(tmp_path, "--stall-after", "2") as server, open_client(server) as client:
         reporter = JobReporter(client, job)
@@ -75,6 +84,7 @@ def test_claims_of_another_agent_change_no_verdict(
 
 
 def test_names_do_not_command_a_terminal(tmp_path: Path) -> None:
+    """SECURITY.md: "cleaned before they reach a terminal, a log, an alert"."""
     job = make_hung_job()
     job.op = f"all_reduce{ESCAPE}"
     job.late_frame = replace(job.late_frame, function=f"load{ESCAPE}", text=f"text{ESCAPE}")
@@ -106,6 +116,7 @@ def test_token_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_files_of_the_server_are_private(tmp_path: Path) -> None:
+    """SECURITY.md: "The server's own files are readable by its user only."."""
     folder = tmp_path / "data"
     folder.mkdir(mode=0o755)
     with run_server(tmp_path):
@@ -130,7 +141,9 @@ AgentSupervisor(Path(sys.argv[1])).ensure_agent()
 
 
 def test_helper_processes_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
-    """SECURITY.md: "Helper processes import no module from the folder in which a job was started."."""
+    """SECURITY.md: "Helper processes import no module from the folder in which a job was started.", "They
+    run in `/`".
+    """
     planted, run_dir, mark = tmp_path / "planted", tmp_path / "run", tmp_path / "mark"
     for folder in (planted, run_dir):
         folder.mkdir(mode=0o700)
@@ -148,6 +161,77 @@ def test_helper_processes_import_nothing_from_the_working_folder(tmp_path: Path)
     log = run_dir / AGENT_LOG_NAME
     assert wait_until(lambda: log.exists() and "watches" in log.read_text(), 30.0)
     assert not mark.exists(), mark.read_text()
+    agent_pid = (run_dir / AGENT_LOCK_NAME).read_text().strip()
+    assert os.readlink(f"/proc/{agent_pid}/cwd") == "/"
+
+
+RECORDS_PRCTL = r"""
+#include <stdio.h>
+#include <stdlib.h>
+int prctl(int option, unsigned long value) {
+    if (option == 0x59616d61) {
+        FILE *file = fopen(getenv("RECORD"), "w");
+        fprintf(file, "%lu", value);
+        fclose(file);
+    }
+    return 0;
+}
+"""
+PERMITS_AGENT = """
+import sys
+from pathlib import Path
+from hangwatch.agent.recorder.poller import AgentSupervisor
+
+AgentSupervisor(Path(sys.argv[1])).ensure_agent()
+"""
+
+
+def test_rank_allows_its_node_agent_to_inspect_it(tmp_path: Path) -> None:
+    """SECURITY.md: "A rank allows its node agent to inspect it (`PR_SET_PTRACER`)". Where the kernel has no
+    Yama, that call has no effect.
+    """
+    library, record = tmp_path / "prctl.so", tmp_path / "record"
+    command = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", str(library), "-"]
+    subprocess.run(command, input=RECORDS_PRCTL, text=True, check=True)
+    with open_testbed(tmp_path) as testbed:
+        testbed.start_rank(0, "sleep")
+        agent = testbed.start_agent()
+        testbed.wait_until_reported(0)
+        environ = testbed.make_environ(LD_PRELOAD=str(library), RECORD=str(record))
+        command = [sys.executable, "-c", PERMITS_AGENT, str(testbed.folder)]
+        subprocess.run(command, env=environ, check=True, timeout=60)
+        assert record.read_text() == str(agent.pid)
+
+
+TRAINS = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+tensor = torch.full((64,), 0.123456789, dtype=torch.float64)
+dist.all_reduce(tensor)
+dist.broadcast_object_list(["a text of the training"])
+print("made", flush=True)
+input()
+"""
+
+
+def test_no_tensor_data_is_recorded(tmp_path: Path) -> None:
+    """SECURITY.md: "No tensor data is recorded"."""
+    environ = clean_environment(
+        HANGWATCH_URL="http://127.0.0.1:9", HANGWATCH_RUN_DIR=str(tmp_path),
+        RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0",
+    )  # fmt: skip
+    command = [sys.executable, "-c", TRAINS]
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"made\n"
+        (ring,) = tmp_path.rglob("*.ring")
+        recorded = ring.read_bytes()
+        rank.communicate(b"\n")
+    assert b"all_reduce" in recorded and b"broadcast" in recorded
+    for data in (struct.pack("d", 0.123456789), b"0.12345", b"a text of the training"):
+        assert data not in recorded
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")

@@ -25,6 +25,7 @@ from .node_support import AgentTestbed, open_testbed
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 START_S, WATCHED_S = 2.0, 8.0
 MAX_SHARE = 0.2  # of a core
+FULL = "a heartbeat that reports everything"  # in lists of paths
 COMMANDS = [{"id": str(number), "kind": "stacks", "key": f"{number}-1"} for number in range(60_000)]
 REPLIES: dict[str, list[Any]] = {
     "resync": [{"interval_s": 0.0, "resync": True}],
@@ -43,7 +44,8 @@ class HostileHandler(http.server.BaseHTTPRequestHandler):
     paths: list[str]
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        if b'"full":true' in self.rfile.read(int(self.headers["content-length"])):
+            self.paths.append(FULL)
         self.paths.append(self.path)
         body = b'{"commands": []}'
         if self.path == HEARTBEAT_PATH:
@@ -128,12 +130,15 @@ def watch_agent(testbed: AgentTestbed, server: HostileServer) -> float:
 @needs_root
 @pytest.mark.parametrize("name", [*REPLIES, "dripping"])
 def test_unproven_server_takes_little_cpu(agent_testbed: AgentTestbed, name: str) -> None:
-    """SECURITY.md: "Without a proof, it gets two heartbeats a second, no request for commands"."""
+    """SECURITY.md: "Whatever listens at `HANGWATCH_URL`, it costs the job little.", "Without a proof, it
+    gets two heartbeats a second, no request for commands".
+    """
     bodies = [json.dumps(reply).encode() for reply in REPLIES.get(name, [{}])]
     handler = DrippingHandler if name == "dripping" else HostileHandler
     server = HostileServer(bodies, handler, is_foreign=True)
     share = watch_agent(agent_testbed, server)
-    assert 0 < len(server.paths) <= 2.5 * (START_S + WATCHED_S), len(server.paths)
+    beats = server.paths.count(HEARTBEAT_PATH)
+    assert 0 < beats <= 2.5 * (START_S + WATCHED_S), beats
     assert COMMANDS_PATH not in server.paths
     assert share < MAX_SHARE, share
 
@@ -142,10 +147,13 @@ def test_unproven_server_takes_little_cpu(agent_testbed: AgentTestbed, name: str
 def test_hostile_server_of_the_own_user_gets_few_requests(
     agent_testbed: AgentTestbed, name: str
 ) -> None:
-    """SECURITY.md: "A reply can make a node agent report five times and poll four times a second"."""
+    """SECURITY.md: "A reply can make a node agent report five times and poll four times a second", "send
+    everything again once a second".
+    """
     bodies = [json.dumps(reply).encode() for reply in REPLIES[name]]
     server = HostileServer(bodies, HostileHandler, is_foreign=False)
     watch_agent(agent_testbed, server)
     seconds = START_S + WATCHED_S
     assert 0 < server.paths.count(HEARTBEAT_PATH) <= 5.5 * seconds
     assert server.paths.count(COMMANDS_PATH) <= 4.5 * seconds
+    assert server.paths.count(FULL) <= 1.5 * seconds

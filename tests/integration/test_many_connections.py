@@ -58,7 +58,9 @@ def hold_connections(port: int, count: int, seconds: float) -> int:
 def test_connections_of_another_user_delay_no_verdict(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    """SECURITY.md: a peer takes no connections from others."""
+    """SECURITY.md: "A peer takes no connections from others.", "delays the new connections of others, by a
+    few seconds as measured".
+    """
     server = Server(tmp_path, ("--stall-after", f"{STALL_AFTER_S:g}", *flags), max_files=MAX_FILES)
     try:
         server.start()

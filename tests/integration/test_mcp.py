@@ -175,6 +175,7 @@ def test_instruction_in_an_exception_is_quoted(tmp_path: Path) -> None:
 
 
 def test_single_words_of_a_job_are_quoted(tmp_path: Path) -> None:
+    """SECURITY.md: "what a job wrote is quoted by where it comes from, also a single word"."""
     word = "delete_the_cluster"
     job = make_hung_job(hung_for_s=0.0, name=word, host=word)
     job.op, job.phase, job.late_frame = word, word, Frame(function=word, file=f"/{word}.py", line=1)
@@ -212,10 +213,14 @@ def test_mistakes_are_explained(hang: Server) -> None:
 
 
 def test_first_requests_may_come_at_the_same_time(tmp_path: Path) -> None:
+    """SECURITY.md: "and its tools only read"."""
+
     async def list_tools(server: Server) -> int:
         async with AsyncExitStack() as stack:
             client = await connect(stack, server, "http")
-            return len((await client.list_tools()).tools)
+            tools = (await client.list_tools()).tools
+            assert all(tool.annotations and tool.annotations.read_only_hint for tool in tools)
+            return len(tools)
 
     async def run(server: Server) -> list[int]:
         return await asyncio.gather(*(list_tools(server) for _ in range(3)))
@@ -228,6 +233,7 @@ def test_first_requests_may_come_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_request_without_the_token_is_refused(hang: Server, headers: dict[str, str]) -> None:
+    """SECURITY.md: "`/mcp` needs the token"."""
     request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
     answer = httpx.post(f"{get_plain_url(hang)}/mcp", json=request, headers=headers)
     assert answer.status_code == 401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,12 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 
+from hangwatch.model.bounds import MAX_RANKS
 from hangwatch.protocol.heartbeat import HEARTBEAT_PATH, PROTOCOL_VERSION
 from hangwatch.protocol.request_signing import Credential, SignedRequest
+from hangwatch.ring.layout import LIVE_OFFSET, LiveWord
 from tests.harness.job import PTRACE_REFUSED
 from tests.harness.processes import read_resident_mb
+from tests.harness.server import run_server
 from tests.simulation.waiting import wait_for_value
 
 from .node_support import TESTS_DIR, AgentTestbed, open_testbed
@@ -136,6 +141,17 @@ def test_reports_exception_that_ended_a_rank(agent_testbed: AgentTestbed) -> Non
     }
 
 
+def test_reports_a_rank_that_ended_before_its_agent_started(agent_testbed: AgentTestbed) -> None:
+    """SECURITY.md: "what a rank wrote last is the evidence of its end, also if it dies before its node
+    agent has started".
+    """
+    agent_testbed.start_rank(0, "raise").wait(30)
+    agent_testbed.start_agent()
+    agent_testbed.wait_until_reported(0)
+    updates = agent_testbed.receiver.list_updates(0)
+    assert [update["raised"]["message"] for update in updates if "raised" in update] == ["planted"]
+
+
 def test_exits_after_its_ranks_and_removes_files(agent_testbed: AgentTestbed) -> None:
     target = agent_testbed.start_rank(0, "sleep")
     agent = agent_testbed.start_agent()
@@ -209,6 +225,7 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
 
 
 def test_stacks_of_a_running_and_of_a_stopped_rank(agent_testbed: AgentTestbed) -> None:
+    """SECURITY.md: "Stacks show file names, function names and source lines"."""
     target = agent_testbed.start_rank(0, "sleep")
     agent_testbed.start_agent()
     key = agent_testbed.wait_until_reported(0)["key"]
@@ -306,8 +323,50 @@ def test_truncated_mapped_ring_does_not_kill_agent(agent_testbed: AgentTestbed) 
     assert agent.poll() is None
 
 
+def test_value_out_of_bounds_hides_no_other_rank(
+    agent_testbed: AgentTestbed, tmp_path: Path
+) -> None:
+    """The rank that has it is reported without its ring, and nothing is concluded from its calls."""
+    with run_server(tmp_path / "server") as server:
+        environ = agent_testbed.make_environ(HANGWATCH_URL=server.url)
+        other = agent_testbed.start_rank(0, "wait", "call", "sleep", env=environ)
+        odd = agent_testbed.start_rank(1, "sleep", env=environ)
+        agent_testbed.start_agent(env=environ)
+
+        def find_groups() -> list[dict[str, Any]]:
+            ranks = server.get_items("ranks", job="node-test")
+            return [group for rank in ranks for group in rank["groups"]]
+
+        wait_for_value(lambda: len(find_groups()) == 2, "both ranks are reported")
+        (ring,) = agent_testbed.folder.glob(f"{odd.pid}-*.ring")
+        with ring.open("r+b") as file:
+            file.seek(LIVE_OFFSET + 8 * LiveWord.STEP)
+            file.write(struct.pack("<Q", (1 << 63) + 2))
+        wait_for_value(lambda: find_groups()[1].get("incomplete"), "its ring is left out")
+        assert other.stdin is not None
+        other.stdin.write(b"\n")
+        other.stdin.flush()
+        wait_for_value(lambda: find_groups()[0]["entered"] == 6, "the next call of the other rank")
+        metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        assert "hangwatch_heartbeats_malformed_total 1.0" in metrics
+
+
+def test_rank_whose_identity_is_refused_hides_no_other_rank(
+    agent_testbed: AgentTestbed, tmp_path: Path
+) -> None:
+    with run_server(tmp_path / "server") as server:
+        environ = agent_testbed.make_environ(HANGWATCH_URL=server.url)
+        for rank in (MAX_RANKS, 0):
+            agent_testbed.start_rank(rank, "sleep", env=environ)
+        agent_testbed.start_agent(env=environ)
+        ranks = wait_for_value(lambda: server.get_items("ranks", job="node-test"), "a rank")
+        assert [(rank["rank"], rank["state"]) for rank in ranks] == [(0, "running"), (1, "missing")]
+
+
 def test_rank_that_its_user_ends_by_its_ring_is_reported(agent_testbed: AgentTestbed) -> None:
-    """SECURITY.md: "One that truncates a rank's ring ends the rank (SIGBUS)."."""
+    """SECURITY.md: "they can read its memory and end it anyway", "One that truncates a rank's ring ends
+    the rank (SIGBUS).".
+    """
     rank = agent_testbed.start_rank(0, "wait", "calls")
     agent = agent_testbed.start_agent()
     key = agent_testbed.wait_until_reported(0)["key"]

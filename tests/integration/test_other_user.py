@@ -5,6 +5,7 @@ ended, and no verdict is forged or hidden.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -70,12 +71,17 @@ def make_heartbeat(job: str = "victim", agent: str = "forger", pid: int = 1) -> 
 
 @pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/ranks", "/ranks", "/metrics", "/docs"])
 def test_other_user_reads_nothing(server: Server, path: str) -> None:
+    """SECURITY.md: "everything, without a token if the server listens on loopback", "read ranks or
+    stacks, report as a node agent, ask for stacks", "A server without a token answers only to
+    its own user and to root", "the kernel says who is at the other end of a connection".
+    """
     status, text = run_as_other_user(lambda: request(server.url, "GET", path))
     assert (status, "--token" in text) == (403, True)
     assert request(server.url, "GET", path)[0] == 200, "the server's own user"
 
 
 def test_other_user_forges_nothing(server: Server) -> None:
+    """SECURITY.md: "report as a node agent, ask for stacks"."""
     forged = make_heartbeat()
     assert (
         run_as_other_user(lambda: request(server.url, "POST", "/api/v1/heartbeats", forged))[0]
@@ -86,8 +92,47 @@ def test_other_user_forges_nothing(server: Server) -> None:
     assert server.get_items("jobs") == []
 
 
-def test_everybody_may_check_the_health(server: Server) -> None:
-    assert run_as_other_user(lambda: request(server.url, "GET", "/healthz"))[0] == 200
+def test_everybody_may_check_the_health_and_try_to_log_in(server: Server, tmp_path: Path) -> None:
+    """SECURITY.md: "read `/healthz` and `/readyz`, and try to log in"."""
+
+    def check_health(url: str) -> list[int]:
+        return [request(url, "GET", path)[0] for path in ("/healthz", "/readyz")]
+
+    def log_in(url: str, token: str) -> int:
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        return request(url, "POST", "/login", f"token={token}".encode(), **form)[0]
+
+    assert run_as_other_user(lambda: check_health(server.url)) == [200, 200]
+    with run_server(tmp_path, "--token", TOKEN) as running:
+        url = running.loopback_url
+        assert run_as_other_user(lambda: check_health(url)) == [200, 200]
+        assert run_as_other_user(lambda: [log_in(url, "wrong"), log_in(url, TOKEN)]) == [401, 303]
+
+
+def test_tunnel_counts_as_the_user_who_opened_it(server: Server) -> None:
+    """SECURITY.md: "A tunnel (`ssh -L`, `kubectl port-forward`) counts as the user who opened it."."""
+    parts = urlsplit(server.url)
+
+    def request_through(run: Callable[[Callable[[], None]], None]) -> int:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+
+            def forward_one() -> None:
+                near, _ = listening.accept()
+                far = socket.create_connection((parts.hostname or "", parts.port or 0))
+                with near, far:
+                    far.sendall(near.recv(1 << 16))
+                    while data := far.recv(1 << 16):
+                        near.sendall(data)
+
+            tunnel = threading.Thread(target=lambda: run(forward_one))
+            tunnel.start()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            status, _ = request(url, "GET", "/api/v1/jobs", Connection="close")
+            tunnel.join()
+            return status
+
+    assert request_through(run_as_other_user) == 403
+    assert request_through(lambda forward: forward()) == 200
 
 
 def test_connection_that_is_closed_immediately_is_not_taken_for_root(server: Server) -> None:
@@ -191,7 +236,9 @@ def test_start_line_names_the_file_with_the_settings(tmp_path: Path) -> None:
 def test_run_dir_that_another_user_has_taken_is_replaced(
     shared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SECURITY.md: "Another user who takes the name of a run dir keeps no job from being watched."."""
+    """SECURITY.md: "Another user who takes the name of a run dir keeps no job from being watched.", "the
+    ranks use the next one that is free, and follow no link".
+    """
     monkeypatch.setenv("HANGWATCH_RUN_DIR", str(shared_folder))
     url = "http://127.0.0.1:1"
     first = ensure_run_dir(url)
@@ -246,8 +293,9 @@ def test_other_user_cannot_truncate_a_ring(shared_folder: Path) -> None:
         rank = testbed.start_rank(0, "sleep")
         (ring,) = testbed.folder.glob("*.ring")
         testbed.folder.chmod(0o711)  # only the ring's own mode counts
-        problem = run_as_other_user(lambda: find_problem(lambda: os.truncate(ring, 0)))
-        assert problem is PermissionError
+        for action in (lambda: os.truncate(ring, 0), lambda: os.close(os.open(ring, os.O_RDONLY))):
+            problem = run_as_other_user(functools.partial(find_problem, action))
+            assert problem is PermissionError
         assert rank.poll() is None
 
 
@@ -266,9 +314,15 @@ def run_server_command(*flags: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 
 def test_user_that_a_namespace_does_not_map_trusts_nobody(tmp_path: Path) -> None:
-    """SECURITY.md: "A user whom a namespace does not map trusts nobody."."""
-    running = Server(tmp_path, command=("unshare", "--user", str(COMMAND)))
+    """SECURITY.md: "A user without a mapping in its user namespace trusts no other process.", "a server of
+    that user needs a token".
+    """
+    command = ("unshare", "--user", str(COMMAND))
+    with_token = Server(tmp_path / "with token", ("--token", TOKEN), command=command)
+    running = Server(tmp_path, command=command)
     try:
+        with_token.start()
+        assert with_token.get_items("jobs") == []
         running.start()
         assert run_as_other_user(lambda: request(running.url, "GET", "/healthz"))[0] == 200
         status, text = run_as_other_user(lambda: request(running.url, "GET", "/api/v1/jobs"))
@@ -276,6 +330,48 @@ def test_user_that_a_namespace_does_not_map_trusts_nobody(tmp_path: Path) -> Non
         assert request(running.url, "GET", "/api/v1/jobs")[0] == 403
     finally:
         running.stop()
+        with_token.stop()
+
+
+def test_server_that_runs_as_a_user_of_its_own(
+    shared_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root needs no token; commands send theirs if the server's address is not loopback's.
+
+    SECURITY.md: "everything, without a token if the server listens on loopback", "The `hangwatch` command
+    does not send it to another user's process on this machine".
+    """
+    command = ("setpriv", f"--reuid={OTHER_UID}", "--clear-groups", str(COMMAND))
+    folders = [shared_folder / name for name in ("without token", "with token")]
+    for folder in folders:
+        folder.mkdir()
+        os.chown(folder, OTHER_UID, -1)
+    without_token = Server(folders[0], command=command)
+    running = Server(folders[1], ("--host", "0.0.0.0", "--token", TOKEN), command=command)
+    try:
+        without_token.start()
+        assert request(without_token.url, "GET", "/api/v1/jobs")[0] == 200
+        running.start()
+        flags = ["status", "--token", TOKEN, "--url"]
+        assert main([*flags, running.loopback_url]) == 1
+        problem = capsys.readouterr().err
+        assert "a process of another user (nobody) listens" in problem
+        assert "give --url with the address by which other hosts reach it" in problem
+        assert main([*flags, f"http://{find_outer_address()}:{running.port}"]) == 0
+    finally:
+        without_token.stop()
+        running.stop()
+
+
+def find_outer_address() -> str:
+    """An address of this machine by which others could reach it."""
+    with socket.socket(type=socket.SOCK_DGRAM) as unused:
+        try:
+            unused.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("the machine has no network")
+        address: str = unused.getsockname()[0]
+        return address
 
 
 def test_node_agent_that_a_namespace_does_not_map_sends_nothing(
@@ -326,10 +422,11 @@ def listen_as_impostor(port: int, reply: bytes, seconds: float) -> bytes:
 
 
 class Impostor(threading.Thread):
-    """Another user's process at the address of the server. It orders to end the rank."""
+    """A process at the address of the server, usually another user's. It orders to end the rank."""
 
-    def __init__(self, key: str, seconds: float = 6.0) -> None:
+    def __init__(self, key: str, seconds: float = 6.0, *, is_foreign: bool = True) -> None:
         super().__init__(daemon=True)
+        self.is_foreign = is_foreign
         self.port = find_free_port()
         self.received = b""
         commands = [{"id": "1", "kind": kind, "key": key} for kind in ("stacks", "abort")]
@@ -337,9 +434,10 @@ class Impostor(threading.Thread):
         self._seconds = seconds
 
     def run(self) -> None:
-        self.received = run_as_other_user(
-            lambda: listen_as_impostor(self.port, self._reply, self._seconds)
-        )
+        def listen() -> bytes:
+            return listen_as_impostor(self.port, self._reply, self._seconds)
+
+        self.received = run_as_other_user(listen) if self.is_foreign else listen()
 
 
 @pytest.fixture
@@ -350,8 +448,12 @@ def agent_testbed(tmp_path: Path) -> Iterator[AgentTestbed]:
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, token: str) -> None:
+    """SECURITY.md: "see stacks or the token, give orders", "such as names, programs and lines of
+    calls", "a node agent without a token sends nothing to another user's process", "A node agent never sends the
+    token.", "It signs its requests (HMAC-SHA256)".
+    """
     environ = agent_testbed.make_environ(HANGWATCH_TOKEN=token)
-    rank = agent_testbed.start_rank(0, "sleep", env=environ)
+    rank = agent_testbed.start_rank(0, "call", "sleep", env=environ)
     ticks = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[19]
     impostor = Impostor(f"{rank.pid}-{ticks}")
     impostor.start()
@@ -364,7 +466,8 @@ def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, to
     if token:
         assert b"Hangwatch :" in impostor.received, "the heartbeats are signed"
         bodies = impostor.received.decode(errors="replace")
-        assert '"processes"' in bodies, "progress is reported"
+        reported = ('"processes"', '"program":"node_target.py"', '"/job/train.py"')
+        assert all(text in bodies for text in reported), "progress is reported"
         assert not any(key in bodies for key in ('"threads"', '"frames"', '"aborts"')), bodies
         assert token.encode() not in impostor.received
         assert "did not prove that it knows the token: nothing in its reply is applied" in log
@@ -389,7 +492,17 @@ def test_commands_send_no_token_to_an_impostor(
     impostor.join(30)
     assert TOKEN.encode() not in impostor.received
     assert not finding.ok
-    assert "a process of another user listens" in capsys.readouterr().err
+    assert "a process of another user (nobody) listens" in capsys.readouterr().err
+
+
+def test_doctor_sends_the_token_to_nobody() -> None:
+    """SECURITY.md: "and `hangwatch doctor` to nobody"."""
+    impostor = Impostor("", seconds=3.0, is_foreign=False)
+    impostor.start()
+    time.sleep(0.5)
+    assert len(list(check_server(f"http://127.0.0.1:{impostor.port}", TOKEN, {}))) == 1
+    impostor.join(30)
+    assert b"Hangwatch :" in impostor.received and TOKEN.encode() not in impostor.received
 
 
 def test_commands_send_the_token_to_the_own_server(tmp_path: Path) -> None:
@@ -423,6 +536,7 @@ def test_server_with_token_is_known_by_its_proof(
 
 
 def test_token_of_a_job_covers_that_job_only(tmp_path: Path) -> None:
+    """SECURITY.md: "report the jobs `NAME` and `NAME/…`", "read the API; report another job"."""
     with run_server(tmp_path, "--token", TOKEN) as running:
         url = running.loopback_url
         credential = Credential.from_token(derive_job_token(TOKEN, "mine"))

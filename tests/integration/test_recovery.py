@@ -164,6 +164,7 @@ def agent_testbed(tmp_path: Path) -> Iterator[AgentTestbed]:
 
 
 def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None:
+    """SECURITY.md: "end a process of a job that was not started with `HANGWATCH_ON_HANG=abort`"."""
     stopped = agent_testbed.start_rank(0, "sleep")
     refusing = agent_testbed.start_rank(
         1, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="report")

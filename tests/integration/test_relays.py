@@ -77,7 +77,11 @@ def make_heartbeat(number: int = 1, *, job: str = "victim", full: bool = True) -
 def test_relay_of_one_exchange_gives_no_orders(
     server: Server, agent_testbed: AgentTestbed, path: str, repeats_proof: bool
 ) -> None:
-    """SECURITY.md: each reply proves itself."""
+    """SECURITY.md: "Each reply proves itself.", "is applied only if it is signed with the token for that
+    very request", "So whoever passes some requests on to the server can give no orders afterwards.",
+    "Stacks are sent only as the answer to a signed order", "who passes on what they send, sees
+    heartbeats and stacks".
+    """
     environ = agent_testbed.make_environ(HANGWATCH_TOKEN=TOKEN)
     rank = agent_testbed.start_rank(0, "sleep", env=environ)
     ticks = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -115,7 +119,9 @@ def make_sent(body: bytes, path: str, server_time: ServerTime) -> dict[str, str]
 
 def test_recorded_request_is_refused_later(server: Server) -> None:
     """To the same server, to another path, after a while, and to a server that was restarted.
-    SECURITY.md: a recorded request is worth nothing.
+    SECURITY.md: "A recorded request is worth nothing.", "It is signed for its path, the server's run and a
+    time on the server's clock, and accepted once, within 30 seconds.", "A server that was restarted
+    refuses those of node agents as well".
     """
     url, body = find_plain_url(server), make_heartbeat()
     now = fetch_server_time(url, CREDENTIAL)
@@ -142,7 +148,7 @@ def test_recorded_request_is_refused_later(server: Server) -> None:
 
 
 def test_refusal_of_a_stale_request_is_signed(server: Server) -> None:
-    """So that a node agent follows no other one's."""
+    """So that a node agent follows no other one's. SECURITY.md: "and the server signs its replies"."""
     url, body = find_plain_url(server), make_heartbeat()
     former = ServerTime("former", 1.0)
     signed = CREDENTIAL.sign_request("POST", HEARTBEAT_PATH, body, former)
@@ -161,7 +167,10 @@ def test_refusal_of_a_stale_request_is_signed(server: Server) -> None:
 def test_restarted_server_gets_the_next_heartbeat(
     server: Server, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
 ) -> None:
-    """The node agent sends the same heartbeat again immediately, and then all that it knows."""
+    """The node agent sends the same heartbeat again immediately, and then all that it knows.
+
+    SECURITY.md: "they sign the same request for the new run immediately, and nothing is lost".
+    """
     monkeypatch.setattr(client, "is_trusted_peer", lambda *_: is_trusted)
     uplink = Uplink([ServerTarget(base_url=find_plain_url(server), token=TOKEN)], lambda: None)
 

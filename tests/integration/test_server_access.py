@@ -91,6 +91,9 @@ def test_node_agent_uses_system_certificates(
 def test_browser_login_resists_cross_site_requests(
     url: str, certificate: tuple[Path, Path]
 ) -> None:
+    """SECURITY.md: "requests from other sites are refused", "People and scripts still send the
+    token itself".
+    """
     ask = {"job": "none", "ranks": [0]}
     with make_client(url, certificate) as browser:
         done = browser.post("/login", data={"token": TOKEN, "next": "/ranks"})
@@ -201,7 +204,10 @@ def test_heads_that_cannot_be_parsed_fail_nothing(tmp_path: Path, token: str | N
 
 
 def test_flood_of_failures_does_not_fill_the_log(tmp_path: Path) -> None:
-    """A server without a free file descriptor fails to accept connections, again and again."""
+    """A server without a free file descriptor fails to accept connections, again and again.
+
+    SECURITY.md: "The log is limited by kind".
+    """
     server = Server(tmp_path, max_files=64)
     try:
         server.start()

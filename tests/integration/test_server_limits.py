@@ -172,6 +172,9 @@ def make_groups(count: int, size: int) -> list[Any]:
 def test_heartbeat_beyond_a_limit_is_refused(
     server: Server, client: httpx.Client, update: dict[str, Any], limit: limits.Limit
 ) -> None:
+    """SECURITY.md: "Everything that is read has a limit", "A request beyond one gets an error that
+    names it, and is counted".
+    """
     before = read_refusals(client, limit)
     with bounded_growth(server):
         answer = client.post("/api/v1/heartbeats", json=make_heartbeat(**update))
@@ -202,7 +205,11 @@ def test_value_out_of_bounds_is_refused(
 
 
 def test_extremes_of_every_field_harm_nobody(tmp_path: Path) -> None:
-    """One job reports each field at its extremes, while another hangs."""
+    """One job reports each field at its extremes, while another hangs.
+
+    SECURITY.md: "each number and text of a heartbeat", "whatever one job reports, the hangs of
+    others are reported".
+    """
     with (
         run_server(tmp_path, "--stall-after", "2") as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
@@ -240,25 +247,24 @@ def test_large_unknown_member_takes_little_time(server: Server, client: httpx.Cl
 
 
 def make_stack(frames: int, text: str) -> ThreadStack:
-    frame = Frame(function=text, file=text, line=70_000)
-    return ThreadStack(thread="MainThread", frames=(frame,) * frames, main=True)
+    made = tuple(Frame(function=f"{n}{text}", file=f"{n}{text}", line=n) for n in range(frames))
+    return ThreadStack(thread="MainThread", frames=made, main=True)
 
 
 def test_unrequested_stacks_cost_no_memory(tmp_path: Path) -> None:
+    """SECURITY.md: "Evidence is accepted only if it was requested"."""
     with (
         run_server(tmp_path) as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
     ):
-        job = SimulatedJob(ranks=4, name="greedy", host="greedy")
+        job = SimulatedJob(ranks=30, ranks_per_host=30, name="greedy")
         reporter = JobReporter(client, job)
         reporter.send_heartbeat()
         keys = [update.key for update in job.make_process_updates(0, full=False)]
         threads = tuple([make_stack(7000, "f" * 400)] * 5)  # 29 MB of JSON
         with bounded_growth(server, 500):  # for one heartbeat that is being decoded
-            for number in range(2, 14):
-                reply = StackReply(
-                    key=keys[number % 4], request="none", source="py-spy", threads=threads
-                )
+            for number, key in enumerate(keys, 2):
+                reply = StackReply(key=key, request="none", source="py-spy", threads=threads)
                 beat = reporter.make_heartbeat(0, number, samples=(reply,))
                 response = client.post(
                     "/api/v1/heartbeats",
@@ -266,7 +272,7 @@ def test_unrequested_stacks_cost_no_memory(tmp_path: Path) -> None:
                     headers={"Content-Encoding": "gzip"},
                 )
                 assert response.status_code == 200, response.text
-        assert "hangwatch_unrequested_replies_total 12.0" in client.get("/metrics").text
+        assert "hangwatch_unrequested_replies_total 30.0" in client.get("/metrics").text
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:
@@ -284,6 +290,8 @@ def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.C
 def test_members_of_new_jobs_are_limited(tmp_path: Path) -> None:
     """The first heartbeat of each job counts, too. The server goes on to diagnose these jobs, which takes
     memory in which the limits of other tests must not be measured.
+
+    SECURITY.md: "Holders of the server's token can fill its memory up to the documented limits".
     """
     statuses = []
     with (

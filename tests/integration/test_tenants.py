@@ -149,6 +149,7 @@ def test_number_of_another_jobs_heartbeats_is_its_own(
 def test_silent_jobs_ranks_are_not_declared_dead(
     server: Server, evil: httpx.Client, victim: JobReporter
 ) -> None:
+    """SECURITY.md: "change, hide or delay what is reported of one"."""
     victim.job.resume_training()
     victim.send_heartbeat()
     time.sleep(OWNER_SILENT_S + 1.0)
@@ -172,7 +173,10 @@ def test_silent_jobs_ranks_are_not_declared_dead(
 
 
 def test_job_is_reported_with_its_token_and_with_the_servers(server: Server) -> None:
-    """One host's node agent has the job's token, and the other's the server's."""
+    """One host's node agent has the job's token, and the other's the server's.
+
+    SECURITY.md: "can report any job that no active node agent reports".
+    """
     job = SimulatedJob(ranks=4, ranks_per_host=2, name="victim", late_ranks={2})
     with open_client(server, "victim") as own, open_client(server, None) as operator:
         reporters = [JobReporter(own, job), JobReporter(operator, job)]
@@ -250,6 +254,7 @@ def test_node_agents_of_one_job_do_not_slow_down_those_of_others(
 def test_waiting_agents_of_one_job_leave_room_for_others(
     server: Server, evil: httpx.Client, victim: JobReporter
 ) -> None:
+    """SECURITY.md: "requests that wait for commands"."""
     share = limits.WAITING_AGENTS.maximum // 2
     beats = [heartbeat.Heartbeat(host="n", agent=f"a{n}", number=1) for n in range(share + 8)]
     assert set(post_flood(evil, beats)) == {200}

@@ -195,6 +195,7 @@ def test_host_with_all_processes_killed(scene: TwoHostScenario, tmp_path: Path) 
 
 @pytest.mark.parametrize("scene", [1], indirect=True)
 def test_host_clock_one_hour_ahead(scene: TwoHostScenario, tmp_path: Path) -> None:
+    """SECURITY.md: "The clocks of hosts need not agree."."""
     library = tmp_path / "ahead.so"
     subprocess.run(
         ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", "-ldl"],

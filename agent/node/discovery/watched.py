@@ -68,6 +68,8 @@ class WatchedProcess:
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
     is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
+    is_refused: bool = False  # the server refused what its ring holds, which is not read any more
+    is_left_out: bool = False  # it was refused without its ring, too, and is not reported
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
     _ring_inode: int = 0  # the file that the history is of
@@ -84,7 +86,11 @@ class WatchedProcess:
         """Reads ring and /proc. What cannot be read keeps its last state and becomes a fault."""
         known_count = self.history.cursor
         if self.ring is not None:
-            self._read_ring(self.ring, now_ns)
+            if self.is_refused:
+                error = RingError("the server refuses a value in it, see the node agent's log")
+                self._record_unreadable(self.ring, error, now_ns)
+            else:
+                self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
             with contextlib.suppress(OSError):  # the process has just ended
                 launch = self.launch
@@ -156,6 +162,11 @@ class WatchedProcess:
             reason = f"corrupt: {describe_error(error)}"
         self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
+    def handle_refusal(self) -> None:
+        """Keeps the server from refusing the other ranks of the host because of this process."""
+        self.is_left_out = self.is_refused
+        self.is_refused = True
+
     def update_unrecorded(self, now_ns: int) -> None:
         """Updates the reason why it has no ring."""
         if self.identity is None or self.ring is not None or self.exit is not None:
@@ -207,7 +218,7 @@ class WatchedProcess:
     def compose_update(self, now_ns: int) -> ProcessUpdate | None:
         """The update that is due, if any."""
         self.composed = self.acked
-        if self.identity is None:
+        if self.identity is None or self.is_left_out:
             return None
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with the age of the process as of now.

@@ -11,6 +11,7 @@ import gzip
 import json
 import queue
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
+_PROCESS_ERROR = re.compile(r"at `\$\.processes\[(\d{1,6})\]")  # as the server names its place
 _UNPROVEN_INTERVAL_S = 0.5  # the shortest interval between heartbeats to a server that is not known
 _MAX_CPU_SHARE = 0.05  # the part of a core that replies of such a server may take
 _MAX_BACKOFF_S = 10.0
@@ -60,6 +62,7 @@ class HeartbeatOutcome:
     reply: HeartbeatReply | None = None
     problem: str = ""
     is_refused: bool = False  # the server would refuse the same heartbeat again
+    refused_key: str = ""  # of the process in whose update the server refuses a value
     is_misdirected: bool = False  # another server may take it
     retry_after_s: float = 0.0  # the backoff that the server requests
     # When it was sent and answered, on this host's monotonic clock.
@@ -199,13 +202,17 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         answered_s = time.monotonic()
         status = response.status
         if status // 100 != 2:
-            detail = ""
+            detail = refused_key = ""
             if "problem+json" in response.get_header("Content-Type"):  # RFC 9457
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    detail = str(response.parse_json()["detail"])[:300]
+                    document = response.parse_json()
+                    detail = str(document["detail"])[:300]
+                    if self._client.is_server_known or not self.target.token:
+                        refused_key = find_refused_process(document["errors"], post.content)
             return HeartbeatOutcome(
                 problem=explain_status(status, str(self.target), detail),
                 is_refused=status in (400, 413, 422),
+                refused_key=refused_key,
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
                 retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             )
@@ -233,6 +240,17 @@ def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]
         body = gzip.compress(body, 1)
         headers["Content-Encoding"] = "gzip"
     return body, headers
+
+
+def find_refused_process(errors: Any, heartbeat: Any) -> str:
+    """The key of the process whose update has an error; empty if the errors name none. Raises TypeError
+    or KeyError.
+    """
+    for error in errors:
+        if place := _PROCESS_ERROR.search(str(error["message"])):
+            updates = heartbeat.get("processes", ())
+            return str(updates[int(place[1])]["key"]) if int(place[1]) < len(updates) else ""
+    return ""
 
 
 def compute_pause_s(cpu_s: float) -> float:

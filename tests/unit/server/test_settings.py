@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.main import kept_token
+from hangwatch.server.main import StartError, kept_token
 from hangwatch.server.recovery.policy import Rules
 from hangwatch.server.settings import (
     Settings,
@@ -150,3 +150,12 @@ def test_generated_token_is_kept_and_private(tmp_path: Path) -> None:
     made = kept_token(tmp_path)
     assert kept_token(tmp_path) == made
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["token", "."])
+def test_token_that_others_can_change_or_read_is_not_used(name: str, tmp_path: Path) -> None:
+    """SECURITY.md: "nor with a token of its own that others could have read or changed"."""
+    kept_token(tmp_path)
+    (tmp_path / name).chmod(0o777 if name == "." else 0o640)
+    with pytest.raises(StartError, match=r"(written|read) by other users .*--token"):
+        kept_token(tmp_path)

@@ -380,6 +380,16 @@ def test_hostile_dumps_are_analyzed_or_refused_in_seconds(name: str, tmp_path: P
     assert time.process_time() - began < 10.0
 
 
+def test_groups_of_all_ranks_of_a_large_job_are_read_once() -> None:
+    """Each dump of 100,000 ranks lists them three times, and those of a group of every eighth rank."""
+    all_ranks, some_ranks = (str(list(range(0, 100_000, step))) for step in (1, 8))
+    config = {str(number): {"ranks": all_ranks} for number in range(3)}
+    dump = make_dump([{}], {**config, "3": {"ranks": some_ranks}})
+    first, second = (parse_dump(rank, json.loads(json.dumps(dump))) for rank in (0, 8))
+    assert [len(members) for members in first.members.values()] == [100_000] * 3 + [12_500]
+    assert len({id(members) for d in (first, second) for members in d.members.values()}) == 2
+
+
 def test_tuples_are_followed_for_seconds_at_most() -> None:
     began = time.process_time()
     with pytest.raises(pickles.NotPlainError, match="so many values"):

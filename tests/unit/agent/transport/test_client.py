@@ -8,18 +8,21 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Uplink
+from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, HeartbeatPost, Uplink
 from hangwatch.agent.transport import client
 from hangwatch.agent.transport.client import (
     DEADLINE_FACTOR,
     MAX_REPLY_BYTES,
+    MAX_UNPROVEN_REPLY_BYTES,
     NewConnectionError,
     ServerTarget,
     SignedClient,
+    TransportError,
 )
 from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 from hangwatch.protocol.request_signing import (
@@ -157,19 +160,23 @@ class SometimesSigningServer(HttpReceiver):
 
     signs = True
     status = 200
+    document: Mapping[str, object] = {}
 
     def make_reply(self, request: ReceivedRequest) -> HttpReply:
-        reply = make_json_reply({}, self.status)
+        headers = {} if self.status == 200 else {"Content-Type": "application/problem+json"}
+        reply = make_json_reply(self.document, self.status, **headers)
         signed = SignedRequest.from_header(request.headers["authorization"])
         if signed is None or not self.signs:
             return reply
         credential = Credential.from_token("secret")
         proof = credential.make_proof(signed, reply.status, reply.body, ServerTime("run", 7.0))
-        return make_json_reply({}, self.status, **{PROOF_HEADER: proof})
+        return replace(reply, headers={**reply.headers, PROOF_HEADER: proof})
 
 
 def test_stacks_are_sent_only_after_a_signed_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SECURITY.md: stacks are sent only after the last reply on the same connection was signed."""
+    """SECURITY.md: "stacks if it has proven itself", "after the last reply on the same connection was
+    signed".
+    """
     monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
     with SometimesSigningServer() as server:
         target = ServerTarget(base_url=server.url, token="secret")
@@ -185,6 +192,33 @@ def test_stacks_are_sent_only_after_a_signed_reply(monkeypatch: pytest.MonkeyPat
             with pytest.raises(NewConnectionError):
                 send_stacks(b"third")
     assert [request.body for request in server.requests] == [b"", b"first", b"second", b""]
+
+
+def test_long_reply_is_accepted_from_a_proven_server_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
+    with SometimesSigningServer() as server:
+        server.document = {"text": "x" * MAX_UNPROVEN_REPLY_BYTES}
+        target = ServerTarget(base_url=server.url, token="secret")
+        with contextlib.closing(SignedClient(target, TIMEOUT_S)) as signing:
+            assert signing.send_request("POST", HEARTBEAT_PATH, b"{}").status == 200
+            server.signs = False
+            with pytest.raises(TransportError, match="has not proven itself"):
+                signing.send_request("POST", HEARTBEAT_PATH, b"{}")
+
+
+def test_only_a_signed_refusal_names_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever passes requests on could otherwise have a process left out."""
+    monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
+    error = {"at": "body", "message": "Expected `int` >= 0 - at `$.processes[1].identity.rank`"}
+    with SometimesSigningServer() as server:
+        server.status, server.document = 422, {"detail": "not a heartbeat", "errors": [error]}
+        uplink = Uplink([ServerTarget(base_url=server.url, token="secret")], lambda: None)
+        beat = HeartbeatPost({"processes": [{"key": "1-1"}, {"key": "2-1"}]})
+        assert uplink.execute_order(beat).refused_key == "2-1"
+        server.signs = False
+        outcome = uplink.execute_order(beat)
+        assert (outcome.refused_key, outcome.is_refused) == ("", True)
+        uplink.close()
 
 
 def test_only_a_signed_refusal_gives_another_time(monkeypatch: pytest.MonkeyPatch) -> None:

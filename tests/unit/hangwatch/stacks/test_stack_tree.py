@@ -48,6 +48,7 @@ def test_user_frames_are_distinguished_from_library_frames() -> None:
 
 
 def test_folded_stacks_count_ranks_and_keep_their_separators() -> None:
+    """SECURITY.md: "or a file of stacks"."""
     odd = Frame(function="a;b\nc", file="x.py", line=1)
     assert list(format_folded_stacks([([0, 1], [odd, MAIN_FRAME])])) == [
         "main (/u/train.py:9);a:b c (x.py:1) 2"

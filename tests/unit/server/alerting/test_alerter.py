@@ -114,6 +114,7 @@ def await_condition(condition: Callable[[], bool]) -> None:
 
 
 def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
+    """SECURITY.md: "Webhooks are signed if `--alert-secret` is set."."""
     with (
         WebhookReceiver() as hook,
         run_alerter(make_channels([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
@@ -254,6 +255,14 @@ def test_command_gets_no_secrets_and_failure_is_explained(
         CommandChannel(address=f'{sys.executable} -c "{code}"').send_message(message)
     with pytest.raises(AlertChannelError, match=r"longer than 0\.2 s"):
         CommandChannel(address="sleep 60", timeout_s=0.2).send_message(message)
+
+
+def test_alert_command_is_run_without_a_shell(tmp_path: Path) -> None:
+    """SECURITY.md: "`--alert-command` is run without a shell."."""
+    mark = tmp_path / "mark"
+    message = compose_message(make_incident(), OPENED, "http://here", MOMENT)
+    CommandChannel(address=f"echo $(touch {mark}) ; touch {mark}").send_message(message)
+    assert not mark.exists()
 
 
 def test_alert_command_is_not_run_once_others_can_change_it(tmp_path: Path) -> None:

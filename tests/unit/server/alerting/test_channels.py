@@ -92,6 +92,7 @@ def test_slack_message_has_verdict_culprit_line_and_link() -> None:
 
 
 def test_text_of_a_job_is_plain_in_slack() -> None:
+    """SECURITY.md: "In cards of Slack and Teams they are plain text"."""
     message = build_slack_message(make_message(summary=HOSTILE))
     for block in message["blocks"]:
         for part in [block.get("text"), *block.get("fields", ())]:
@@ -119,6 +120,7 @@ def test_teams_card_has_verdict_and_facts(service: Service) -> None:
 
 
 def test_text_of_a_job_makes_no_link_in_teams() -> None:
+    """SECURITY.md: "without links and mentions"."""
     (attachment,) = build_teams_message(make_message(summary=HOSTILE))["attachments"]
     title = attachment["content"]["body"][0]["text"]
     assert "](http" not in title and "\\[click\\]\\(http" in title

@@ -38,6 +38,7 @@ def fail(text: str) -> None:
 
 
 def test_messages_beyond_the_limit_are_counted(out: StringIO) -> None:
+    """SECURITY.md: "five messages of a kind in a minute", "and then how many were left out"."""
     for number in range(1000):
         fail(f"number {number}")
     logging.getLogger("limited").warning("something else")
@@ -67,5 +68,6 @@ def test_errors_of_different_places_are_different_kinds(out: StringIO) -> None:
 
 
 def test_one_message_is_cut(out: StringIO) -> None:
+    """SECURITY.md: "each of at most 16,000 characters"."""
     logging.getLogger("limited").error("x" * 1_000_000)
     assert len(out.getvalue()) <= logs.MAX_LENGTH + 1

@@ -72,6 +72,7 @@ def add_job(fleet: Fleet, name: str, samples: int, frames: int) -> Process:
 
 
 def test_greediest_job_loses_its_oldest_stacks() -> None:
+    """SECURITY.md: "the job with the most loses its oldest stacks first"."""
     fleet = Fleet()
     modest = add_job(fleet, "modest", 4, 30)
     greedy = [add_job(fleet, f"greedy/{n}", 3, 20_000) for n in range(2)]

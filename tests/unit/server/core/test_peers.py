@@ -46,6 +46,9 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
 
 
 def test_peer_is_refused_alone(clients: Clients) -> None:
+    """SECURITY.md: "another user of the server's machine, may have 256 connections on which no
+    request was accepted yet".
+    """
     first = [clients.connect() for _ in range(FEW)]
     assert all(first)
     assert clients.connect() is None
@@ -75,6 +78,7 @@ def test_own_user_and_root_are_not_limited(
 def test_idle_connection_makes_room_for_another(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SECURITY.md: "or close the oldest one if that has been idle for a second"."""
     first = [clients.connect() for _ in range(FEW)]
     monkeypatch.setattr(peers, "IDLE_AFTER_S", 0.0)
     assert clients.connect()

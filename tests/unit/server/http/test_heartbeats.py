@@ -98,6 +98,7 @@ def test_other_methods_are_refused(server: tuple[ASGIApp, AppState]) -> None:
 def test_every_response_has_the_security_headers(
     server: tuple[ASGIApp, AppState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SECURITY.md: "Pages load nothing from other hosts"."""
     app, _ = server
 
     def fail(state: AppState) -> None:

@@ -176,6 +176,21 @@ def test_heartbeats_of_one_job_delay_those_of_others_by_one() -> None:
     assert waits_s.get("run7", 0.0) < 1.0
 
 
+def test_heartbeats_with_the_servers_token_take_turns_as_those_of_one_job() -> None:
+    """SECURITY.md: "Jobs that report with the server's token take turns as one job."."""
+
+    async def submit_all() -> list[int]:
+        harness = QueueHarness(ingest_time_s=SLICE_S / 5)
+        come = [harness.submit_heartbeat(n, family="") for n in range(200)]
+        come.append(harness.submit_heartbeat(1000, family="run7"))
+        come.append(harness.submit_heartbeat(1001, family=""))
+        await asyncio.gather(*come)
+        return harness.ingested
+
+    ingested = asyncio.run(submit_all())
+    assert (ingested.index(1000) <= 10, ingested[-1]) == (True, 1001)
+
+
 def test_job_that_floods_the_queue_is_refused_alone() -> None:
     load = Load(waits_s={"evil": OVERLOAD_WAIT_S + 0.1})
     assert load.make_refusal(is_urgent=False, family="evil") is not None

@@ -80,7 +80,9 @@ def test_members_of_restarted_jobs_count() -> None:
 
 
 def test_one_job_leaves_half_to_others() -> None:
-    """SECURITY.md: "A job leaves room for others"."""
+    """SECURITY.md: "A job leaves room for others", "Several hostile jobs together leave ever less to later
+    ones: each takes half of the rest.".
+    """
     limit = limits.Limit("things", 100, "things", "in memory", 429)
     limit.check_share(50, 50, "first")
     with pytest.raises(Problem, match="job 'first' may have 50, half of what other jobs leave"):
@@ -107,7 +109,9 @@ def test_a_launch_on_all_hosts_is_within_its_share() -> None:
 def test_family_is_refused_alone(
     monkeypatch: pytest.MonkeyPatch, limit: str, maximum: int, status: int
 ) -> None:
-    """SECURITY.md: "What exceeds that is refused to it alone"."""
+    """SECURITY.md: "What exceeds that is refused to it alone", "Jobs whose names have the same part before
+    the first `/` share one quota.".
+    """
     monkeypatch.setattr(limits, limit, replace(getattr(limits, limit), maximum=maximum))
     fleet = Fleet()
 

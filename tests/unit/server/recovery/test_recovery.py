@@ -268,6 +268,9 @@ def test_failed_abort_is_not_retried() -> None:
 
 @pytest.mark.parametrize("word", ["", "report", "never", "0"])
 def test_only_the_job_owner_may_allow_it(word: str) -> None:
+    """SECURITY.md: "A job decides whether its processes may be ended.", "ends a rank only if the
+    rank's own environment has".
+    """
     decision = decide(change_rank(3, on_hang=word), RULES, NOW)
     given = f"HANGWATCH_ON_HANG={word}" if word else "no HANGWATCH_ON_HANG"
     assert (decision.step, f"{given} in the environment of rank 3" in decision.why) == (
