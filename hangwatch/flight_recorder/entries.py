@@ -248,7 +248,7 @@ def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[i
     return groups
 
 
-@functools.lru_cache(maxsize=1024)  # equal lists in all dumps are parsed and held once
+@functools.lru_cache(maxsize=256)  # equal lists in all dumps are parsed and held once
 def _parse_members(text: str) -> RankTuple | None:
     return _check_members(json.loads(text))
 
