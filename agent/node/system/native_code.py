@@ -1,9 +1,8 @@
-"""Where a thread of another process is in native code: in which libraries.
+"""In which library a thread of another process executes code.
 
-The thread is paused for some 50 microseconds, however large its libraries are: only its registers and the
-innermost part of its stack are read meanwhile. No symbols and no unwind tables are needed for what is asked
-here, so the stack is not unwound: its words that point to code are taken for return addresses. A few of them
-are left from earlier calls, so that one reading alone proves nothing.
+The thread is paused for some 50 microseconds, however large its libraries are: only the address of its next
+instruction is read meanwhile. Its stack is not unwound, which would need the tables of all libraries, and
+words of it that look like return addresses may be left from earlier calls.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import ctypes
 import os
 import platform
 import re
-import struct
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .permission import IoVec
 from .processes import PROC_ROOT, read_thread_stat
 
 # ptrace(2). A thread that is seized is not stopped by that, and continues if its tracer ends.
@@ -28,26 +26,22 @@ _WAIT_FOR_ANY_THREAD = 0x40000000  # __WALL
 _STOPPED = 0x7F  # the low byte of the status of a thread that stopped
 _SET_TIMER_SLACK = 29  # prctl(2): the most, in nanoseconds, that a sleep may last longer
 
-# The numbers of the registers that point to code, innermost first, and that of the stack pointer. On ARM,
-# the return address of a function that calls no other one is in a register.
-_REGISTERS = {"x86_64": ((16,), 19), "aarch64": ((32, 30), 31)}
+# By machine, the numbers of the registers with the address of the next instruction, the stack pointer, and
+# the return address of a function that calls no other one; 0: that is the first word of the stack.
+_REGISTERS = {"x86_64": (16, 19, 0), "aarch64": (32, 31, 30)}
+_MAX_REGISTERS = 64
 _ADDRESS_MASK = (1 << 48) - 1  # without the signature that ARM may add to a return address
-_STACK_BYTES = 16 << 10
 # A thread that computes stops in microseconds if it has a CPU; one in a long system call does not.
 _STOP_TIMEOUT_S = 0.003
 _BUSY_POLLS = 100
 _POLL_INTERVAL_US = 10  # it may need this CPU to stop
-_ATTEMPTS, _ATTEMPT_GAP_S = 8, 0.01
+_ATTEMPTS, _ATTEMPT_GAP_S = 50, 0.002
 
 # Libraries that have no purpose of their own: the thread is in what called them.
 _SUPPORT_LIBRARY = re.compile(
     r"(lib(c|pthread|rt|dl|stdc\+\+|gcc_s)|ld(-linux|-musl)?)[-.]|\[vdso\]"
 )
 _DRIVER_LIBRARY = re.compile(r"lib(cuda|cudart|amdhip64|hsa-runtime64)[-.]")
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,71 +76,67 @@ def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bo
     """Whether a thread executes code of a GPU's driver or runtime now, or support code that these called.
     False if it does not run, or cannot be read. Raises OSError if it has ended.
     """
-    layout = _REGISTERS.get(platform.machine())
-    for attempt in range(_ATTEMPTS if layout else 0):
+    is_known = platform.machine() in _REGISTERS
+    for attempt in range(_ATTEMPTS if is_known else 0):
         time.sleep(_ATTEMPT_GAP_S if attempt else 0.0)
         # A pause could end a system call in which a thread sleeps.
-        if layout is None or read_thread_stat(pid, tid, proc).state != "R":
+        if read_thread_stat(pid, tid, proc).state != "R":
             return False
-        reading = _PausedReading(pid, tid, stack_register=layout[1])
+        reading = _PausedReading(pid, tid)
         # When a tracing thread ends, the kernel detaches it from a thread that it could not stop.
         tracer = threading.Thread(target=reading.run, name="tracer", daemon=True)
         tracer.start()
         tracer.join()
-        if reading.stack_length:
-            registers = [reading.registers[number] for number in layout[0]]
-            words = struct.unpack_from(f"{reading.stack_length // 8}Q", reading.stack)
-            return _is_driver_innermost((*registers, *words), code)
-    return False
-
-
-def _is_driver_innermost(addresses: Iterable[int], code: CodeMap) -> bool:
-    for address in addresses:
-        name = code.find_name(address & _ADDRESS_MASK)
+        name = code.find_name(reading.address)
         if name is not None and not _SUPPORT_LIBRARY.match(name):
             return bool(_DRIVER_LIBRARY.match(name))
+        # Whether this is the return address is only certain in a function that calls no other one.
+        if _DRIVER_LIBRARY.match(code.find_name(reading.caller_address & _ADDRESS_MASK) or ""):
+            return True
     return False
 
 
 class _PausedReading:
-    """The registers and the innermost part of the stack of one thread."""
+    """The address of the code that one thread executes, and the one to which that may return."""
 
-    def __init__(self, pid: int, tid: int, *, stack_register: int) -> None:
-        self.registers = (ctypes.c_uint64 * 64)()
-        self.stack = ctypes.create_string_buffer(_STACK_BYTES)
-        self.stack_length = 0  # 0: it could not be read
-        self._pid, self._tid, self._stack_register = pid, tid, stack_register
+    def __init__(self, pid: int, tid: int) -> None:
+        self.address = self.caller_address = 0  # it could not be read
+        self._pid, self._tid = pid, tid
         # Its functions keep the GIL, so that no other thread of this process prolongs the pause.
         self._libc = ctypes.PyDLL(None)
         self._ptrace = self._libc.ptrace
         self._ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
         self._ptrace.restype = ctypes.c_long
-        self._read_memory = self._libc.process_vm_readv
-        array = (ctypes.c_void_p, ctypes.c_ulong)
-        self._read_memory.argtypes = (ctypes.c_int, *array, *array, ctypes.c_ulong)
-        self._read_memory.restype = ctypes.c_ssize_t
 
     def run(self) -> None:
         """Reads them. It is called once, in a thread of its own."""
         self._libc.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))
         status = ctypes.c_int()
-        registers = _IoVec(ctypes.addressof(self.registers), ctypes.sizeof(self.registers))
-        mine, theirs = _IoVec(ctypes.addressof(self.stack), _STACK_BYTES), _IoVec(0, _STACK_BYTES)
-        vectors = ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1
+        registers = (ctypes.c_uint64 * _MAX_REGISTERS)()
+        vector = IoVec(ctypes.addressof(registers), ctypes.sizeof(registers))
         if self._ptrace(_SEIZE, self._tid, None, None):
             return
         try:
             self._ptrace(_INTERRUPT, self._tid, None, None)
-            if self._wait_for_stop(status) and not self._ptrace(
-                _GETREGSET, self._tid, _NT_PRSTATUS, ctypes.addressof(registers)
-            ):
-                theirs.base = self.registers[self._stack_register]
-                self.stack_length = max(0, self._read_memory(self._pid, *vectors, 0))
+            if self._wait_for_stop(status):
+                self._ptrace(_GETREGSET, self._tid, _NT_PRSTATUS, ctypes.addressof(vector))
+                counter, stack, link = _REGISTERS[platform.machine()]
+                self.address = registers[counter]
+                self.caller_address = registers[link] if link else self._read_word(registers[stack])
         finally:
             # A thread that stopped for a signal, instead of the interrupt, is to get that signal.
             is_interrupt = status.value >> 16 != 0
             signal_number = 0 if is_interrupt else status.value >> 8
             self._ptrace(_DETACH, self._tid, None, signal_number)
+
+    def _read_word(self, address: int) -> int:
+        word = ctypes.c_uint64()
+        mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(address, 8)
+        one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        self._libc.process_vm_readv(
+            self._pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, none
+        )
+        return word.value
 
     def _wait_for_stop(self, status: ctypes.c_int) -> bool:
         deadline = time.monotonic() + _STOP_TIMEOUT_S
