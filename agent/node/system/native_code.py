@@ -104,39 +104,36 @@ class _PausedReading:
         self._pid, self._tid = pid, tid
         # Its functions keep the GIL, so that no other thread of this process prolongs the pause.
         self._libc = ctypes.PyDLL(None)
-        self._ptrace = self._libc.ptrace
+        self._ptrace, self._read_memory = self._libc.ptrace, self._libc.process_vm_readv
         self._ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
         self._ptrace.restype = ctypes.c_long
+        one_range = (ctypes.c_void_p, ctypes.c_ulong)
+        self._read_memory.argtypes = (ctypes.c_int, *one_range, *one_range, ctypes.c_ulong)
 
     def run(self) -> None:
         """Reads them. It is called once, in a thread of its own."""
+        counter, stack_pointer, link = _REGISTERS[platform.machine()]
         self._libc.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))
-        status = ctypes.c_int()
-        registers = (ctypes.c_uint64 * _MAX_REGISTERS)()
+        registers, word = (ctypes.c_uint64 * _MAX_REGISTERS)(), ctypes.c_uint64()
         vector = IoVec(ctypes.addressof(registers), ctypes.sizeof(registers))
+        mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(0, 8)
+        ranges = ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1
+        status = ctypes.c_int()
         if self._ptrace(_SEIZE, self._tid, None, None):
             return
         try:
             self._ptrace(_INTERRUPT, self._tid, None, None)
             if self._wait_for_stop(status):
                 self._ptrace(_GETREGSET, self._tid, _NT_PRSTATUS, ctypes.addressof(vector))
-                counter, stack, link = _REGISTERS[platform.machine()]
-                self.address = registers[counter]
-                self.caller_address = registers[link] if link else self._read_word(registers[stack])
+                theirs.base = registers[stack_pointer]
+                self._read_memory(self._pid, *ranges, 0)
         finally:
             # A thread that stopped for a signal, instead of the interrupt, is to get that signal.
             is_interrupt = status.value >> 16 != 0
             signal_number = 0 if is_interrupt else status.value >> 8
             self._ptrace(_DETACH, self._tid, None, signal_number)
-
-    def _read_word(self, address: int) -> int:
-        word = ctypes.c_uint64()
-        mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(address, 8)
-        one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-        self._libc.process_vm_readv(
-            self._pid, ctypes.byref(mine), one, ctypes.byref(theirs), one, none
-        )
-        return word.value
+        self.address = registers[counter]
+        self.caller_address = registers[link] if link else word.value
 
     def _wait_for_stop(self, status: ctypes.c_int) -> bool:
         deadline = time.monotonic() + _STOP_TIMEOUT_S
