@@ -52,7 +52,7 @@ globals()[sys.argv[2]]()
 )
 def test_device_hold(function: str, is_held: bool, tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so.1"
-    compiler = ["g++", "-x", "c++", "-shared", "-fPIC", "-O1", "-o", library, "-"]
+    compiler = ["g++", "-x", "c++", "-shared", "-fPIC", "-O1", "-o", str(library), "-"]
     subprocess.run(compiler, input=_SOURCE.encode(), check=True)
     command = [sys.executable, "-c", _PROGRAM, str(library), function]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

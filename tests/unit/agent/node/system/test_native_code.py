@@ -54,7 +54,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("libraries")
     driver, other = folder / "libcudart-0a1b.so.13", folder / "libcudnn.so.9"
     for library in (driver, other):
-        command = ["g++", "-x", "c++", "-shared", "-fPIC", "-O1", "-o", library, "-"]
+        command = ["g++", "-x", "c++", "-shared", "-fPIC", "-O1", "-o", str(library), "-"]
         subprocess.run(command, input=_SOURCE.encode(), check=True)
     return driver, other
 
