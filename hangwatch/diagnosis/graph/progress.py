@@ -87,8 +87,7 @@ def needs_device_sample(process: Process, since: float) -> bool:
     examined = _list_examined_samples(process, since)
     if not examined:
         return True
-    is_held = bool(_get_device_hold(examined[-1]))
-    return is_held and _find_comparable_sample(examined) is None
+    return bool(_get_device_hold(examined[-1])) and _find_comparable_sample(examined) is None
 
 
 def waits_for_device(process: Process, since: float) -> bool:
@@ -107,12 +106,12 @@ def waits_for_device(process: Process, since: float) -> bool:
 
 
 def _list_examined_samples(process: Process, since: float) -> list[StackSample]:
-    return [s for s in list_samples_since(process, since) if _get_device_hold(s) is not None]
+    return [sample for sample in list_samples_since(process, since) if sample.is_examined]
 
 
-def _get_device_hold(sample: StackSample) -> int | None:
+def _get_device_hold(sample: StackSample) -> int:
     caller = sample.calling_thread
-    return caller.device_hold if caller is not None else None
+    return (caller.device_hold or 0) if caller is not None else 0
 
 
 def has_stack_changed(process: Process, since: float) -> bool:

@@ -67,6 +67,16 @@ def test_rank_that_spins_in_a_wait_for_its_device_is_missing() -> None:
     assert examined_at == []
 
 
+def test_stacks_that_users_request_change_no_verdict() -> None:
+    job = make_waiting_job()
+    run_job(job, [7], STALL_AFTER_S + 5)
+    for _ in range(6):
+        job.report_stack(1, READS_LOSS, MAIN)
+        job.advance_time(1.0)
+        assert [v.kind for v in job.list_due_verdicts()] == [VerdictKind.MISSING_RANK]
+    assert not any(request.device for request in job.run_diagnosis().requests)
+
+
 @pytest.mark.parametrize(
     ("holds", "count"),
     [
