@@ -11,6 +11,7 @@ from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, Verdic
 from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.activities import (
+    DEVICE,
     INTERPRETER_EXIT,
     NOTHING_KNOWN,
     SLEEP,
@@ -27,6 +28,7 @@ from .graph.progress import (
     is_transferring,
     list_other_threads,
     list_remote_executions_since,
+    waits_for_device,
 )
 from .messages import PHASE_HINT, describe_blocking_thread, format_exception
 
@@ -55,7 +57,13 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
                 bool(working_threads) or is_transferring(process, verdict.began_at)
             )
             activity = _describe_activity(
-                spec, process, sample, thread, working_threads, is_progress_known
+                spec,
+                process,
+                sample,
+                thread,
+                working_threads,
+                is_progress_known,
+                verdict.began_at,
             )
             predicate = activity or predicate
         has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
@@ -147,6 +155,7 @@ def _describe_activity(
     thread: ThreadStack | None,
     working_threads: Collection[ThreadStack],
     is_progress_known: bool,
+    since: float,
 ) -> str:
     """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...`` on the
     thread that keeps the rank from its call; empty if the stack shows nothing.
@@ -157,6 +166,8 @@ def _describe_activity(
     may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
     if may_sleep and activity.waits is SLEEP:
         activity = replace(activity, waits=NOTHING_KNOWN)
+    if thread is sample.calling_thread and waits_for_device(process, since):
+        activity = replace(activity, waits=DEVICE)
     if not activity.inside and process.lifecycle is Lifecycle.EXITING:
         activity = replace(activity, inside=INTERPRETER_EXIT)
     if not activity:

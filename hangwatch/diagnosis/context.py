@@ -16,7 +16,13 @@ from itertools import chain, islice
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.model.limits import MIN_REFRESH_S, PAUSE_FACTOR, Limits
+from hangwatch.model.limits import (
+    MIN_REFRESH_S,
+    PAUSE_FACTOR,
+    SECOND_SAMPLE_S,
+    UNTIMED_GRACE_S,
+    Limits,
+)
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.tracking.attempt import Attempt
@@ -32,9 +38,12 @@ from .graph.progress import (
     has_stack_changed,
     has_two_samples,
     is_busy,
+    is_spinning,
     is_transferring,
     list_remote_executions_since,
     list_samples_since,
+    needs_device_sample,
+    waits_for_device,
     works_on_remote_call,
 )
 
@@ -79,6 +88,7 @@ class EvidenceRequest:
 
     rank: int
     stacks: bool = False
+    device: bool = False  # its stacks, and whether its device holds its calling thread
     hardware: bool = False
     since: float = field(default=0.0, compare=False)
     stream_uid: int = 0
@@ -129,8 +139,8 @@ class DiagnosisContext:
         if samples:
             self.request_stacks(verdict.culprits, verdict.waiting, verdict.began_at)
 
-    def request_stack(self, rank: int) -> None:
-        self.requests.append(EvidenceRequest(rank=rank, stacks=True))
+    def request_stack(self, rank: int, *, device: bool = False) -> None:
+        self.requests.append(EvidenceRequest(rank=rank, stacks=True, device=device))
 
     def request_calls(self, rank: int, stream: CallStream, window: CallWindow) -> None:
         """Requests calls of a rank's stream, unless its node agent has already sent what it has of them."""
@@ -192,6 +202,21 @@ class DiagnosisContext:
             for rank in sorted(self.processes)
             if rank != caller and works_on_remote_call(self.processes[rank], since)
         )
+
+    def request_device_evidence(self, culprits: Iterable[int], since: float) -> None:
+        """Requests what shows whether culprits that use the CPU wait for their devices: two samples that
+        are examined for that, just before and when a verdict is due. Their threads are paused for that,
+        if only for microseconds, so it is requested only where two samples show one line.
+        """
+        early_s = max(self.limits.suspicion_delay_s, self.limits.stall_after_s - SECOND_SAMPLE_S)
+        for process in self.iter_alive(list(culprits)[:MAX_CULPRIT_STACKS]):
+            still_since = max(since, process.last_advanced_at)
+            if self.get_state_known_until(process.rank) - still_since < early_s:
+                continue
+            if self.is_in_phase(process) or not is_spinning(process, still_since):
+                continue
+            if needs_device_sample(process, still_since):
+                self.request_stack(process.rank, device=True)
 
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
@@ -296,6 +321,14 @@ class DiagnosisContext:
         limit_s = process.phase.limit_s or self.limits.slow_limit_s
         return self.now - process.phase.began_at < limit_s
 
+    def _is_stuck_in_device_wait(self, process: Process, since: float) -> bool:
+        """Whether a rank has waited for its device for so long that its kernel hardly ends: a long one looks
+        the same.
+        """
+        age_s = self.get_state_known_until(process.rank) - since
+        is_due = age_s >= self.limits.stall_after_s + UNTIMED_GRACE_S
+        return is_due and waits_for_device(process, since)
+
     def is_working(self, rank: int, since: float) -> bool:
         """Whether the rank, or what it waits for on its host, makes progress."""
         process = self.processes[rank]
@@ -304,7 +337,7 @@ class DiagnosisContext:
         return (
             rank in self.graph.released_ranks
             or unchanged_s < self.limits.stall_after_s
-            or is_busy(process)
+            or (is_busy(process) and not self._is_stuck_in_device_wait(process, since))
             or has_stack_changed(process, since)
             or is_transferring(process, since)
             or bool(find_working_threads(process, since))

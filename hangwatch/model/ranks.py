@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .bounds import Hash64
 from .calls import Site
 
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
@@ -143,3 +144,6 @@ class ThreadStack:
     # the last one before that, and so on; None: no call by it is known.
     call_recency: int | None = None
     called_uids: tuple[int, ...] = ()  # the streams whose newest call it made
+    # A hash of the lines and local variables at which it was in the GPU's driver each time it was read;
+    # 0: it was elsewhere or moved; None: that was not examined.
+    device_hold: Hash64 | None = None

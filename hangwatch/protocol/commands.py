@@ -40,6 +40,7 @@ class Command:
     kind: CommandKind
     key: str
     native: bool = False  # STACKS, RECORD: include native frames
+    device: bool = False  # STACKS: find out whether the calling thread waits for its device
     uid: int = 0  # CALLS: the stream
     from_seq: int = 0  # CALLS: omit calls before this sequence number
     to_seq: int = 0  # CALLS: omit calls after this one

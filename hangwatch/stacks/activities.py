@@ -236,6 +236,13 @@ SLEEP = ActivityKind(
     is_external=True,
     waits_for_rank=True,
 )
+DEVICE = ActivityKind(
+    phrase="waits for its device",
+    advice=(
+        "Look at what it launched before this line: a kernel that does not end, or a stream that waits"
+        " for an event; and at the GPU itself (nvidia-smi, dmesg)."
+    ),
+)
 _RPC_REPLY = ActivityKind(
     phrase="waits for the reply of another rank",
     advice="Look at what the worker that it calls does, and give the call a timeout.",

@@ -83,6 +83,15 @@ def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
     return find_user_frame(frames) or next(filter(is_installed_frame, frames), None)
 
 
+def find_lines(stack: ThreadStack | None) -> tuple[tuple[str, str, int], ...]:
+    """The file, the function and the line of each of a thread's Python frames."""
+    return tuple(
+        (frame.file, frame.function, frame.line)
+        for frame in (stack.frames if stack is not None else ())
+        if not _is_native(frame.file)
+    )
+
+
 def is_installed_frame(frame: Frame) -> bool:
     """Whether it is in an installed library other than torch."""
     return "-packages/" in frame.file and not is_torch_frame(frame)

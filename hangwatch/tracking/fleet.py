@@ -23,6 +23,7 @@ from .tenants import change_count, get_tenant, take_turns
 from .updates import apply_process_update, apply_terse_update, record_calls
 
 SAMPLES_KEPT_PER_PROCESS = 4
+_EXAMINED_KEPT = 2  # two show a hold
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
 # An attempt whose node agents are silent for longer may have been replaced by another one.
@@ -256,7 +257,12 @@ class Fleet:
             process = agent.processes.get((beat.host, sample.key))
             if process is not None:
                 samples = (*process.samples, StackSample.from_reply(sample, now))
-                process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
+                # What showed that its device holds a rank is kept beside newer samples, as of users.
+                examined = [
+                    taken for taken in samples[:-SAMPLES_KEPT_PER_PROCESS] if taken.is_examined
+                ]
+                kept = examined[-_EXAMINED_KEPT:]
+                process.samples = (*kept, *samples[-SAMPLES_KEPT_PER_PROCESS:])
         for reply in beat.calls:
             process = agent.processes.get((beat.host, reply.key))
             stream = process.streams.get(reply.uid) if process is not None else None

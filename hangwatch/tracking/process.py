@@ -152,6 +152,11 @@ class StackSample:
         return find_calling_thread(self.threads, stream.uid if stream is not None else 0)
 
     @property
+    def is_examined(self) -> bool:
+        """Whether it shows if the device holds the calling thread, see `ThreadStack.device_hold`."""
+        return any(thread.device_hold is not None for thread in self.threads)
+
+    @property
     def gil_holder(self) -> ThreadStack | None:
         return next((t for t in self.threads if t.holds_gil and t.pid is None), None)
 

@@ -98,6 +98,7 @@ class CommandQueue:
                 process,
                 kind,
                 now,
+                device=request.device,
                 uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,

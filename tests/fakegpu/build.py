@@ -126,10 +126,10 @@ def _compile_core(out: Path, definitions: tuple[str, ...]) -> None:
             *flags,
             *definitions,
             "-shared",
-            "-Wl,-soname,libfakegpu.so",
+            "-Wl,-soname,libcuda-standin.so",
             *sources,
             "-o",
-            out / "libfakegpu.so",
+            out / "libcuda-standin.so",
         ]
     )
 
@@ -170,7 +170,7 @@ def _compile_vendor(library: VendorLibrary, out: Path, definitions: tuple[str, .
             *objects,
             f"-L{out}",
             "-Wl,--no-as-needed",
-            "-lfakegpu",
+            "-lcuda-standin",
             "-Wl,-rpath,$ORIGIN",
             "-o",
             out / library.soname,

@@ -11,7 +11,7 @@ import functools
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL("libfakegpu.so")  # found by LD_LIBRARY_PATH, loaded already by torch
+    library = ctypes.CDLL("libcuda-standin.so")  # found by LD_LIBRARY_PATH, loaded already by torch
     library.fakegpu_plant.argtypes = [ctypes.c_char_p]
     library.fakegpu_plant.restype = None
     library.fakegpu_launch_blocked.argtypes = [ctypes.c_void_p, ctypes.c_double]
@@ -55,6 +55,11 @@ def stall_collectives() -> None:
 def slow_collectives(milliseconds: int) -> None:
     """Let each collective of this rank take `milliseconds` more."""
     plant(f"slow:ms={milliseconds}")
+
+
+def spin_while_waiting() -> None:
+    """Let this process use the CPU while it waits for a stream or an event, as it does on a GPU. Without this, it sleeps."""
+    plant("spin")
 
 
 def refuse_allocations() -> None:

@@ -289,7 +289,12 @@ class ScriptedJob:
         """A sample of the rank's main thread shows these frames now, innermost first."""
         self.report_stacks(rank, frames)
 
-    def report_stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
+    def report_stacks(
+        self,
+        rank: int,
+        *threads: Iterable[Frame],
+        device_hold: int | None = None,
+    ) -> None:
         """A sample of the rank's threads shows these frames now, the main thread first. The calls of
         the ``n``-th thread, from 1, are those that were made with ``thread=n``.
         """
@@ -301,6 +306,7 @@ class ScriptedJob:
                 main=not n,
                 call_recency=list(callers).index(n + 1) if n + 1 in callers else None,
                 called_uids=tuple(callers.get(n + 1, ())),
+                device_hold=device_hold,
             )
             for n, frames in enumerate(threads)
         )

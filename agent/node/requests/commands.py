@@ -127,7 +127,7 @@ class CommandExecutor:
                 return None
             problem = "too many recordings are queued on this node: try again later"
         else:
-            if self.sampler.submit_order(make_sample_order(process, command.id, command.native)):
+            if self.sampler.submit_order(make_sample_order(process, command)):
                 return None
             problem = "too many stack dumps are queued on this node: try again later"
         if is_recording:
@@ -167,13 +167,11 @@ def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -
     )
 
 
-def make_sample_order(
-    process: WatchedProcess, request_id: str = "", native: bool = False
-) -> SampleOrder:
-    """An order for the stacks of a process; without a request, to check whether py-spy works."""
+def make_sample_order(process: WatchedProcess, command: Command | None = None) -> SampleOrder:
+    """An order for the stacks of a process; without a command, to check whether py-spy works."""
     callers: tuple[Caller, ...] = ()
     newest_call = ""
-    if request_id and process.reader is not None:
+    if command is not None and process.reader is not None:
         with contextlib.suppress(Exception):  # the ring is corrupt, which `read_state` reports
             callers = process.reader.read_callers()
             call = process.reader.read_newest_call(time.monotonic_ns())
@@ -185,8 +183,9 @@ def make_sample_order(
         key=process.key,
         pid=process.pid,
         start_ticks=process.start_ticks,
-        request_id=request_id,
-        native=native,
+        request_id=command.id if command is not None else "",
+        native=command is not None and command.native,
+        device=command is not None and command.device,
         ring_path=process.ring.path if process.ring else None,
         registration=find_faulthandler_registration(process),
         callers=callers,

@@ -33,6 +33,11 @@ _ENDED_MARKS = ("os error 2)", "os error 3)", "no such process")
 _VERSION_MARKS = ("python version", "version of python", "unsupported version")
 
 
+# The file, the function and the line of a frame, and the name, the address and the text of each variable.
+_FramePlace = tuple[tuple[str, str, int], tuple[tuple[str, int, str], ...]]
+ThreadPlace = tuple[_FramePlace, ...]
+
+
 class PySpyError(Exception):
     """py-spy failed. The message says why and what to do; ``is_permanent`` if it would fail again."""
 
@@ -124,9 +129,19 @@ class PySpy:
             return threads if deciding else None
         return None
 
+    def read_place(self, pid: int, tid: int) -> ThreadPlace:
+        """Where a thread of a process is, without a pause. If the thread moves meanwhile, it fails or gives
+        what never was. Raises PySpyError.
+        """
+        return parse_place(self._read_dump(pid, ["--locals", "--nonblocking"], self.timeout_s), tid)
+
     def _run_dump(
         self, pid: int, options: Sequence[str], timeout_s: float
     ) -> tuple[ThreadStack, ...]:
+        output = self._read_dump(pid, options, timeout_s)
+        return processes.add_cpu_times(parse_dump(output), pid, self.proc)
+
+    def _read_dump(self, pid: int, options: Sequence[str], timeout_s: float) -> bytes:
         command = [self.require_path(), "dump", "--pid", str(pid), "--json", "--full-filenames"]
         try:
             done = subprocess.run(
@@ -145,7 +160,7 @@ class PySpy:
             raise self.explain_start_failure(error) from error
         if done.returncode:
             raise explain_failure(done.stderr.decode(errors="replace"), self.proc)
-        return processes.add_cpu_times(parse_dump(done.stdout), pid, self.proc)
+        return done.stdout
 
     def require_path(self) -> str:
         """The path of py-spy. Raises PySpyError if it is not installed."""
@@ -208,6 +223,26 @@ def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
             is_permanent=True,
         )
     return PySpyError(f"py-spy failed: {reason}")
+
+
+def parse_place(output: bytes, tid: int) -> ThreadPlace:
+    """Where the thread ``tid`` is, in a dump with local variables. Raises PySpyError."""
+    try:
+        for thread in json.loads(output):
+            own_tid = thread["os_thread_id"]
+            if own_tid is None and thread["thread_name"] == "MainThread":
+                own_tid = thread["pid"]
+            if own_tid != tid:
+                continue
+            frames: list[_FramePlace] = []
+            for frame in thread["frames"][:_MAX_FRAMES]:
+                variables = [(v["name"], v["addr"], v["repr"]) for v in frame["locals"] or ()]
+                line = (str(frame["filename"]), str(frame["name"]), int(frame["line"]))
+                frames.append((line, tuple(variables)))
+            return tuple(frames)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PySpyError(f"py-spy's output is not understood ({error!r})") from error
+    raise PySpyError("the thread has ended")
 
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:

@@ -29,6 +29,7 @@ from ..system.awaited import Awaited, find_holders, read_awaited
 from ..system.runtime import OrderWorker
 from ..system.transfers import TransferMeter
 from . import faulthandler_dumps
+from .device_holds import mark_device_hold
 from .pyspy import PySpy, PySpyError
 
 MAX_CONCURRENT_DUMPS = 2
@@ -62,6 +63,7 @@ class SampleOrder:
     start_ticks: int
     request_id: str
     native: bool
+    device: bool  # find out whether its device holds the thread that makes its calls
     ring_path: Path | None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None
     callers: tuple[Caller, ...]  # the threads that make its calls
@@ -172,6 +174,8 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self, threads: tuple[ThreadStack, ...], order: SampleOrder
     ) -> tuple[ThreadStack, ...]:
         marked = mark_callers(threads, order.pid, order.callers)
+        if order.device:
+            marked = mark_device_hold(marked, order.pid, self._pyspy)
         return add_source_text(marked, order.pid, self._pyspy.proc)
 
 

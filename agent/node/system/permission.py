@@ -72,7 +72,9 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     )
 
 
-class _IoVec(ctypes.Structure):
+class IoVec(ctypes.Structure):
+    """A range of memory, as in process_vm_readv(2) and ptrace(2)."""
+
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
@@ -84,7 +86,7 @@ def may_read_memory(pid: int) -> bool:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     byte = ctypes.create_string_buffer(1)
-    mine, theirs = _IoVec(ctypes.addressof(byte), 1), _IoVec(None, 1)
+    mine, theirs = IoVec(ctypes.addressof(byte), 1), IoVec(None, 1)
     read = libc.process_vm_readv(
         pid,
         ctypes.byref(mine),

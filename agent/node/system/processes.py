@@ -209,12 +209,18 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
-def is_traced_by_child(pid: int, proc: str = PROC_ROOT) -> bool:
-    """Whether the process that traces this one, as a debugger does, is a child of the calling process."""
+def is_traced_by_own(pid: int, proc: str = PROC_ROOT) -> bool:
+    """Whether what pauses a process, as a debugger does, is the calling process or a child of it, such as
+    py-spy. Also true if the pause has just ended.
+    """
     try:
-        tracer = int(read_status(pid, proc).get("TracerPid", "0"))
-        return bool(tracer) and read_stat(tracer, proc).parent_pid == os.getpid()
-    except (OSError, ValueError):  # one of them has ended
+        status = read_status(pid, proc)
+        tracer = status.get("TracerPid", "0")
+        if tracer == "0":  # none, or one in another container
+            return not status.get("State", "").startswith("t")
+        tracer_status = read_status(tracer, proc)  # of the thread that traces
+        return str(os.getpid()) in (tracer_status.get("Tgid"), tracer_status.get("PPid"))
+    except OSError:  # one of them has ended
         return False
 
 
@@ -318,7 +324,7 @@ class CpuActivity:
         self.state = self._main.state
         self.cpu_s = whole.cpu_ticks / TICKS_PER_S
         read_ns, self._read_ns = self._read_ns or now_ns, now_ns
-        if self.state == "t" and is_traced_by_child(pid, proc):
+        if self.state == "t" and is_traced_by_own(pid, proc):
             self.state = "S"
             self.last_busy_ns = min(now_ns, self.last_busy_ns + now_ns - read_ns)
         if self.state in "ZX" and whole.state not in "ZX":

@@ -25,6 +25,7 @@ from hangwatch.stacks.activities import (
     waits_for_external,
 )
 from hangwatch.stacks.frames import (
+    find_lines,
     is_installed_frame,
     is_user_frame,
     runs_user_code,
@@ -61,6 +62,56 @@ def is_busy(process: Process) -> bool:
     if before is None or caller is None or caller.main or caller.cpu_s is None:
         return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
     return _has_used_cpu(caller, before, samples[-1])
+
+
+def is_spinning(process: Process, since: float) -> bool:
+    """Whether a rank whose calls are queued for a device uses the CPU, and two samples show its calling
+    thread at one line. Such a host may wait for its device.
+    """
+    samples = list_samples_since(process, since)
+    before = _find_comparable_sample(samples)
+    if before is None or not is_busy(process):
+        return False
+    has_device = any(
+        stream.device is not None or (stream.completed is None and stream.entered)
+        for stream in process.streams.values()
+    )
+    lines = find_lines(samples[-1].calling_thread)
+    return has_device and bool(lines) and lines == find_lines(before.calling_thread)
+
+
+def needs_device_sample(process: Process, since: float) -> bool:
+    """Whether another sample will show more of whether a rank waits for its device: two are examined for
+    that, until one shows that its device does not hold it.
+    """
+    examined = _list_examined_samples(process, since)
+    if not examined:
+        return True
+    return bool(_get_device_hold(examined[-1])) and _find_comparable_sample(examined) is None
+
+
+def waits_for_device(process: Process, since: float) -> bool:
+    """Whether a rank waits for its device, although it uses the CPU: its device held its calling thread at
+    the same lines, with the same variables, in two samples, and none shows it elsewhere since.
+    """
+    examined = _list_examined_samples(process, max(since, process.last_advanced_at))
+    before = _find_comparable_sample(examined)
+    if before is None:
+        return False
+    hold = _get_device_hold(examined[-1])
+    if not hold or hold != _get_device_hold(before):
+        return False
+    newest = get_calling_thread_since(process, since)
+    return find_lines(newest) == find_lines(examined[-1].calling_thread)
+
+
+def _list_examined_samples(process: Process, since: float) -> list[StackSample]:
+    return [sample for sample in list_samples_since(process, since) if sample.is_examined]
+
+
+def _get_device_hold(sample: StackSample) -> int:
+    caller = sample.calling_thread
+    return (caller.device_hold or 0) if caller is not None else 0
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
@@ -240,6 +291,8 @@ def classify_rank_wait(process: Process, since: float) -> RankWait | None:
         return None
     newest = samples[-1]
     if is_transferring(process, since):
+        return RankWait.EXCLUDED
+    if waits_for_device(process, since):
         return RankWait.EXCLUDED
     is_active_since = process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S
     if is_active_since and is_busy(process) and not is_polling(process, since):

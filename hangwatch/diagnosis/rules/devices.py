@@ -149,6 +149,7 @@ def diagnose_hosts_behind_devices(context: DiagnosisContext) -> None:
         return  # a host that makes no further calls may be busy, and wait for none
     culprits = tuple(sorted(devices.host_ends))
     context.request_stacks(culprits, waiting, began_at)
+    context.request_device_evidence(culprits, began_at)
     if age_s < context.limits.stall_after_s:
         return  # the waits of hosts may show another cause until then
     kind = VerdictKind.MISSING_RANK

@@ -400,6 +400,7 @@ class _ChainEnds:
             alive_ranks = [process.rank for process in alive]
             context.request_stacks(alive_ranks, waiting, began_at, are_moving=are_moving)
         if kind is VerdictKind.SLOW_RANK:
+            context.request_device_evidence([process.rank for process in alive], began_at)
             self._request_new_samples(
                 [
                     process.rank

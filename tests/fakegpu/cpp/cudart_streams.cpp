@@ -98,7 +98,10 @@ FAKEGPU_API cudaError cudaEventQuery(Event* event) {
     return !state || state->is_done ? kSuccess : fail(kNotReady);
 }
 FAKEGPU_API cudaError cudaEventSynchronize(Event* event) {
-    synchronize_event(event->load());
+    const EventStatePtr state = event->load();
+    while (spins_in_synchronize() && state && !state->is_done) {
+    }
+    synchronize_event(state);
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaEventElapsedTime(float* milliseconds, Event* from, Event* to) {

@@ -1,6 +1,6 @@
 // What the stand-in libraries share: streams, events, memory and planted faults of one process.
 //
-// libfakegpu.so implements this header; the stand-ins for libcudart, libnccl and libcuda are thin layers over it.
+// libcuda-standin.so implements this header; the stand-ins for libcudart, libnccl and libcuda are thin layers over it.
 #pragma once
 
 #include <atomic>
@@ -83,6 +83,7 @@ void count_launch(Stream* stream);                 // may plant an endless kerne
 CollectivePlan plan_collective(); // counts one collective or group; may kill this process
 void after_collective();                           // plants what follows the collective just issued
 bool is_stall_released(uint64_t generation);
+bool spins_in_synchronize(); // a host that waits uses the CPU, as with the vendor's driver
 uint64_t stall_generation();
 int injected_async_error();
 bool reports_remote_error();

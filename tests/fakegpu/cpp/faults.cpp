@@ -35,6 +35,7 @@ struct FaultState {
     uint64_t launches = 0;
     long stall_from = -1;
     double slow_ms = 0;
+    std::atomic<bool> spins{false};
     bool is_oom = false;
     long oom_after_bytes = -1;
     bool is_remote_error = false;
@@ -90,6 +91,8 @@ bool apply_locked(FaultState& state, const Fault& fault) {
         state.stall_from = fault.get("call", static_cast<long>(state.collectives) + 1);
     } else if (kind == "slow") {
         state.slow_ms = static_cast<double>(fault.get("ms", 100));
+    } else if (kind == "spin") {
+        state.spins = true;
     } else if (kind == "oom") {
         state.is_oom = true;
         state.oom_after_bytes = fault.get("after_mb", 0) << 20;
@@ -230,6 +233,7 @@ void after_collective() {
     for (const Fault& fault : due) act(fault, resolve_stream(nullptr));
 }
 
+bool spins_in_synchronize() { return faults().spins; }
 uint64_t stall_generation() { return faults().release_generation; }
 bool is_stall_released(uint64_t generation) { return faults().release_generation != generation; }
 int injected_async_error() { return faults().async_error; }

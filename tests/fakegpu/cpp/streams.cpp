@@ -60,6 +60,10 @@ class Stream {
     void synchronize() {
         std::unique_lock<std::mutex> lock(mutex_);
         const uint64_t target = enqueued_;
+        while (spins_in_synchronize() && completed_ < target) {
+            lock.unlock();
+            lock.lock();
+        }
         changed_.wait(lock, [this, target] { return completed_ >= target; });
     }
 

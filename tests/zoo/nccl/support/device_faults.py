@@ -82,6 +82,12 @@ def break_network() -> None:
     control.raise_async_error()
 
 
+def spin_while_waiting() -> None:
+    """This rank's host uses the CPU while it waits for its device. On a GPU it always does."""
+    if control.is_available():
+        control.spin_while_waiting()
+
+
 def fill_memory() -> None:
     """The next large allocation of this process fails with out of memory."""
     if control.is_available():

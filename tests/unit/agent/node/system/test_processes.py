@@ -374,3 +374,27 @@ def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
         held.wait()
     idle_ns = 10 * SECOND_NS - activity.last_busy_ns
     assert (activity.state, idle_ns) == (state, idle_s * SECOND_NS)
+
+
+@pytest.mark.parametrize(
+    ("state", "tracer", "tracer_status", "is_own"),
+    [
+        (
+            "t (tracing stop)",
+            9,
+            f"Tgid: {os.getpid()}\nPPid: 1\n",
+            True,
+        ),  # a thread of this process
+        ("t (tracing stop)", 9, f"Tgid: 9\nPPid: {os.getpid()}\n", True),
+        ("t (tracing stop)", 9, "Tgid: 9\nPPid: 1\n", False),
+        ("t (tracing stop)", 0, "", False),  # it is in another container
+        ("R (running)", 0, "", True),  # the pause has just ended
+    ],
+)
+def test_own_tracer(
+    tmp_path: Path, state: str, tracer: int, tracer_status: str, is_own: bool
+) -> None:
+    for pid, status in ((7, f"State: {state}\nTracerPid: {tracer}\n"), (9, tracer_status)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "status").write_text(status)
+    assert processes.is_traced_by_own(7, str(tmp_path)) is is_own

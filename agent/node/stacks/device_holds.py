@@ -1,0 +1,50 @@
+"""Whether its device holds the thread that makes a rank's calls: it waits for its GPU.
+
+A host does so at 100 % of a core, so that its use of the CPU does not tell it from one that works. It is in
+the GPU's driver, at the same lines and with the same local variables, each time it is read. A loop that
+evaluates is at one line of the driver nearly all the time, too, but changes variables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hangwatch.model.ranks import ThreadStack
+from hangwatch.stacks.activities import find_calling_thread
+
+from ..system.native_code import CodeMap, is_in_driver
+from .pyspy import PySpy, PySpyError
+
+# The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
+_READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
+
+
+def mark_device_hold(
+    threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
+) -> tuple[ThreadStack, ...]:
+    """The stacks of a process, with `ThreadStack.device_hold`."""
+    caller = find_calling_thread(threads)
+    hold = 0
+    if caller is not None and (tid := pid if caller.main else caller.tid):
+        try:
+            hold = _read_hold(pid, tid, pyspy)
+        except (PySpyError, OSError, ValueError, RuntimeError):  # it has ended, or may not be read
+            hold = 0
+    return tuple(replace(stack, device_hold=hold if stack is caller else 0) for stack in threads)
+
+
+def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int:
+    code = CodeMap.read(pid, pyspy.proc)
+    place = None
+    for gap_s in _READING_GAPS_S:
+        time.sleep(gap_s)
+        if not is_in_driver(pid, tid, code, pyspy.proc):
+            return 0
+        before, place = place, pyspy.read_place(pid, tid)
+        if before not in (None, place) or not is_in_driver(pid, tid, code, pyspy.proc):
+            return 0
+    digest = hashlib.blake2b(repr(place).encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
