@@ -9,7 +9,9 @@ import gzip
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +28,7 @@ from tests.harness.problems import check_problem
 from tests.harness.processes import read_cpu_s, read_resident_mb
 from tests.harness.server import Server, run_server
 from tests.simulation.job_reporter import JobReporter
-from tests.simulation.simulated_job import SimulatedJob
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 from tests.unit.server.ingest.test_field_bounds import (
     CHANGES,
@@ -267,6 +269,70 @@ def test_unrequested_stacks_cost_no_memory(tmp_path: Path) -> None:
                 )
                 assert response.status_code == 200, response.text
         assert "hangwatch_unrequested_replies_total 12.0" in client.get("/metrics").text
+
+
+class GreedyJob(SimulatedJob):
+    """Its node agents reply to each request for stacks with as much as the server accepts."""
+
+    def take_sample(self, command: dict[str, Any]) -> StackReply:
+        reply = SimulatedJob.take_sample(self, command)
+        return replace(reply, threads=(make_stack(500, "f" * 40),) * 20)
+
+
+@contextlib.contextmanager
+def reporting_greedy_job(server: Server) -> Iterator[None]:
+    """Half of a job's 32 ranks wait for the others, until the context ends."""
+    greedy = GreedyJob(ranks=32, ranks_per_host=8, name="greedy", host="greedy{}")
+    greedy.hang_ranks(*range(0, 32, 2))
+    with JobReporter.connect(server.url, greedy).reporting():
+        yield
+
+
+def test_greedy_job_loses_its_own_stacks(tmp_path: Path) -> None:
+    """The server stays within its memory, and another job's hang is reported with its stack."""
+    flags = ("--stall-after", "2", "--memory-mb", "200")
+    with run_server(tmp_path, *flags) as server, reporting_greedy_job(server):
+        wait_for_value(lambda: read_stacks_dropped(server) or None, "that stacks are dropped", 60.0)
+        victim = JobReporter.connect(server.url, make_hung_job(hung_for_s=0.0, name="victim"))
+
+        def find_stack() -> bool:
+            victim.send_heartbeat()
+            found = [server.get(f"incidents/{i['id']}") for i in victim.list_incidents()]
+            return any(1 in s["ranks"] or 2 in s["ranks"] for i in found for s in i["stacks"])
+
+        wait_for_value(find_stack, "the victim's incident with its stack", 30.0)
+        assert read_resident_mb(server.pid) < 200
+        victim.client.close()
+        assert "stacks of job greedy" in server.read_log()
+        assert "stacks of job victim" not in server.read_log()
+
+
+def test_greedy_job_delays_nobody(tmp_path: Path) -> None:
+    """While a job's stacks arrive and are diagnosed, the server answers, and reports others' hangs."""
+    slowest_s = {"/healthz": 0.0, "/ranks": 0.0}
+    flags = ("--stall-after", "2", "--memory-mb", "200")
+    with run_server(tmp_path, *flags) as server, reporting_greedy_job(server):
+        for number in range(5):
+            job = make_hung_job(hung_for_s=0.0, name=f"victim {number}")
+            reporter = JobReporter.connect(server.url, job)
+            while not reporter.list_incidents():
+                reporter.send_heartbeat()
+                for page, slowest in slowest_s.items():
+                    began_at = time.monotonic()
+                    reporter.client.get(page).raise_for_status()
+                    slowest_s[page] = max(slowest, time.monotonic() - began_at)
+            assert time.monotonic() - job.late_since < server.stall_after_s + 5.0
+            reporter.end_job()
+        (listed,) = server.get_items("incidents", job="greedy")
+        greedy = server.get(f"incidents/{listed['id']}")
+        assert any(len(stack["frames"]) == 500 for stack in greedy["stacks"])
+    assert slowest_s["/healthz"] < 1.0
+    assert slowest_s["/ranks"] < 2.0
+
+
+def read_stacks_dropped(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text
+    return float(text.partition("\nhangwatch_stacks_dropped_total ")[2].split()[0])
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:
