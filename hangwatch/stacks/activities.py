@@ -102,6 +102,8 @@ class Activity:
         return self.inside.may_take_long if self.inside.advice else self.waits.may_take_long
 
 
+# Longer names are of no module that the tables know, and could take long to match.
+_MATCHED_FUNCTION_CHARS, _MATCHED_FILE_CHARS = 80, 200
 _PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
 
 
@@ -393,7 +395,7 @@ _INSIDE_TABLE = _compile_rows(
     (TORCH + r"utils/data/_utils/fetch\.py$", r".*", _DATASET),
     (TORCH + r"distributed/checkpoint/|(?:.*/)?safetensors/", r".*(save|write|commit).*", _WRITING_CHECKPOINT),
     (TORCH + r"serialization\.py$", r".*save.*|.*write.*|_open_file.*|__exit__", _WRITING_CHECKPOINT),
-    (r"", r".*(save|write|dump).*(checkpoint|ckpt|snapshot).*|.*(checkpoint|ckpt|snapshot).*(save|write|dump).*", _WRITING_CHECKPOINT),
+    (r"", r"(?=.*(save|write|dump)).*(checkpoint|ckpt|snapshot).*", _WRITING_CHECKPOINT),
     (TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:.*/)?safetensors/", r".*load.*|.*read.*", _READING_CHECKPOINT),
     (TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:.*/)?triton/compiler/",
      r".*compil.*|_convert_frame.*|wait|load.*", _COMPILING),
@@ -441,9 +443,10 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
 
 
 def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind:
-    name = frame.function.rpartition(".")[2]
+    name = frame.function.rpartition(".")[2][:_MATCHED_FUNCTION_CHARS]
+    path = frame.file[-_MATCHED_FILE_CHARS:]
     for file, function, kind in rows:
-        if function.fullmatch(name) and file.match(frame.file):
+        if function.fullmatch(name) and file.match(path):
             return kind
     return NOTHING_KNOWN
 
