@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue, QueuedHeartbeat
+from hangwatch.server.ingest.heartbeat_queue import (
+    LONG_S,
+    SLICE_S,
+    HeartbeatQueue,
+    QueuedHeartbeat,
+)
 
 
 @dataclass
@@ -174,6 +179,20 @@ def test_heartbeats_of_one_job_delay_those_of_others_by_one() -> None:
     urgent_first = [number for number in harness.ingested[10:] if number < 1000]
     assert [n % 2 for n in urgent_first] == sorted([n % 2 for n in urgent_first], reverse=True)
     assert waits_s.get("run7", 0.0) < 1.0
+
+
+def test_job_whose_heartbeat_took_long_waits_for_others() -> None:
+    async def submit_all() -> QueueHarness:
+        harness = QueueHarness(ingest_time_s=10 * LONG_S)
+        greedy = [harness.submit_heartbeat(n, family="greedy") for n in (1, 2)]
+        harness.ingest_time_s = 0.0
+        modest = [await harness.submit_heartbeat(n, family="run7") for n in (3, 4)]
+        assert [reply.interval_s for reply in modest] == [3, 4]
+        assert harness.ingested == [1, 3, 4], "the second heartbeat was there before"
+        await asyncio.gather(*greedy)
+        return harness
+
+    assert asyncio.run(submit_all()).ingested == [1, 3, 4, 2]
 
 
 def test_job_that_floods_the_queue_is_refused_alone() -> None:
