@@ -335,6 +335,58 @@ def read_stacks_dropped(server: Server) -> float:
     return float(text.partition("\nhangwatch_stacks_dropped_total ")[2].split()[0])
 
 
+def test_texts_of_known_processes_cost_no_memory(tmp_path: Path) -> None:
+    """What a process may report again and again is cut to what real node agents send."""
+    with (
+        run_server(tmp_path) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        job = SimulatedJob(ranks=8, name="greedy", host="greedy")
+        reporter = JobReporter(client, job)
+        reporter.send_heartbeat()
+        with bounded_growth(server, 150):  # for one heartbeat that is being decoded
+            for number, update in enumerate(job.make_process_updates(0, full=False), 2):
+                grown = replace(update, faults=("f" * 60_000,) * 500)
+                beat = reporter.make_heartbeat(0, number, processes=(grown,))
+                response = client.post(
+                    "/api/v1/heartbeats",
+                    content=gzip.compress(json.dumps(encode_message(beat)).encode(), 1),
+                    headers={"Content-Encoding": "gzip"},
+                )
+                assert response.status_code == 200, response.text
+
+
+def test_job_that_takes_the_most_memory_leaves_the_last_part_to_others(tmp_path: Path) -> None:
+    with (
+        run_server(tmp_path, "--stall-after", "2", "--memory-mb", "200") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+
+        def report_processes(number: int) -> httpx.Response:
+            beat = make_heartbeat(
+                agent=f"agent {number}",
+                identity={"job": f"greedy/{number}", "unrecorded": "u" * 60_000},
+            )
+            (process,) = beat["processes"]
+            beat["processes"] = [{**process, "key": f"{n}-1"} for n in range(150)]
+            return client.post("/api/v1/heartbeats", json={**beat, "host": f"host {number}"})
+
+        for number in range(60):
+            response = report_processes(number)
+            if response.status_code != 200:
+                break
+            time.sleep(1.0)
+        assert "job 'greedy' takes the most of it" in check_problem(response, limits.MEMORY.status)
+        assert read_resident_mb(server.pid) < 200
+        victim = JobReporter.connect(server.url, make_hung_job(hung_for_s=0.0, name="victim"))
+        victim.send_until(victim.list_incidents, "the victim's incident")
+        victim.client.close()
+        update = {**make_heartbeat(agent="agent 0"), "host": "host 0", "number": 2}
+        update["processes"][0].pop("identity")
+        answer = client.post("/api/v1/heartbeats", json=update)
+        assert answer.status_code == 200, "what is known of the greedy job is reported all the same"
+
+
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:
     beat = make_heartbeat(agent="of many jobs")
     (process,) = beat["processes"]

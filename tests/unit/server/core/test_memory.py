@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import StreamIdentity, StreamUpdate
 from hangwatch.server.core.limits import MAX_MEMORY_BYTES
-from hangwatch.server.core.memory import MIN_SAMPLE_BYTES, drop_samples, find_memory_limit
+from hangwatch.server.core.memory import (
+    MIN_SAMPLE_BYTES,
+    drop_samples,
+    find_largest_family,
+    find_memory_limit,
+)
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import (
     MAX_FILE_CHARS,
@@ -92,6 +101,33 @@ def test_greediest_job_loses_its_oldest_stacks() -> None:
         kept_bytes = sum(sample.size_bytes for p in processes for sample in p.samples)
         assert kept_bytes <= MIN_SAMPLE_BYTES
     assert len(modest.samples) == 4, "a job with few stacks keeps all"
+
+
+def test_largest_job_is_found_by_its_processes_groups_and_calls() -> None:
+    fleet = Fleet()
+    assert find_largest_family(fleet) is None
+    add_job(fleet, "modest", 0, 0)
+    assert find_largest_family(fleet) is None, "all are small"
+
+    def report(name: str, **changes: Any) -> None:
+        job = SimulatedJob(ranks=1, name=name, host=name)
+        (update,) = job.make_process_updates(0, full=True)
+        update = replace(update, **changes)
+        beat = heartbeat.Heartbeat(host=name, agent=name, number=1, processes=(update,))
+        fleet.apply_heartbeat(beat, 0.0)
+
+    def make_streams(count: int, ranks: str, calls: tuple[Call, ...]) -> Iterator[StreamUpdate]:
+        for uid in range(1, count + 1):
+            group = StreamIdentity(kind=StreamKind.COLLECTIVE, name=f"{uid}", desc="", ranks=ranks)
+            yield StreamUpdate(uid, 1, calls=calls, identity=group)
+
+    report("streams", streams=tuple(make_streams(10_000, "0", ())))
+    assert find_largest_family(fleet) == "streams"
+    report("members", streams=tuple(make_streams(2, "0-99999", ())))
+    assert find_largest_family(fleet) == "members"
+    shapes = Signature(op="all_to_all", shapes=((1,) * 1000,) * 1000)
+    report("calls/1", streams=tuple(make_streams(1, "0", (Call(seq=1, signature=shapes),))))
+    assert find_largest_family(fleet) == "calls"
 
 
 def take_sample(*threads: ThreadStack) -> StackSample:
