@@ -256,6 +256,12 @@ class Attempt:
             object.__setattr__(call, name, self._interned.setdefault(value, value))
         return call
 
+    def drop_spare_calls(self) -> int:
+        """Drops calls for lack of memory; see `CallStream.drop_spare_calls`. Returns how many."""
+        self._interned.clear()
+        processes = self.processes.values()
+        return sum(s.drop_spare_calls() for process in processes for s in process.streams.values())
+
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream

@@ -1,5 +1,5 @@
 """How much memory the server may use, and what happens before it needs more: the stacks of the job that
-has the most of them are dropped, the oldest first, and the job that takes the most memory may not grow.
+has the most of them are dropped, the oldest first, and the job that takes the most memory loses calls and may not grow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROWTH_SHARE = 0.85
 # A job with less keeps all, and may grow: the memory is needed by something else.
 MIN_SAMPLE_BYTES = MIN_JOB_BYTES = 8 << 20
 # Approximate sizes, as measured with CPython 3.11 on x86-64
-_PROCESS_BYTES, _STREAM_BYTES, _CALL_BYTES, _NUMBER_BYTES, _MEMBER_BYTES = 4096, 1200, 600, 32, 90
+_PROCESS_BYTES, _STREAM_BYTES, _CALL_BYTES, _NUMBER_BYTES, _MEMBER_BYTES = 1500, 1400, 600, 32, 40
 
 
 def find_memory_limit(

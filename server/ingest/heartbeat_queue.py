@@ -99,33 +99,32 @@ class HeartbeatQueue:
 
     async def _drain(self) -> None:
         try:
-            has_due = True
-            while has_due and len(self) and not self._is_state_locked:
-                until = time.monotonic() + SLICE_S
-                while has_due and time.monotonic() < until:
-                    has_due = self._apply_next()
+            # No family may end its rest between the last look at the queue and the end of this task.
+            while not self._is_state_locked and self._apply_slice():
                 await asyncio.sleep(0)
         finally:
             for family in self.load.waits_s.keys() - self._resting:
                 del self.load.waits_s[family]
             self._draining = None
 
-    def _apply_next(self) -> bool:
-        """Applies the next heartbeat. Returns False if there is none, or none of a family that is not
-        resting.
-        """
-        queued = self._queued.take(self._resting)
-        if queued is None:
-            return False
-        if queued.is_urgent:
-            self._urgent_queued -= 1
-        else:
-            self._usual_applied += 1
-            self.load.waits_s[queued.family] = time.monotonic() - queued.arrived_at
-        if not self._queued.count(queued.family):
-            self.load.waits_s.pop(queued.family, None)
-        self._apply(queued)
-        return True
+    def _apply_slice(self) -> bool:
+        """Applies heartbeats for `SLICE_S`. Returns False if none is queued of a family that does not rest."""
+        until = time.monotonic() + SLICE_S
+        has_applied = False
+        while time.monotonic() < until:
+            queued = self._queued.take(self._resting)
+            if queued is None:
+                break
+            if queued.is_urgent:
+                self._urgent_queued -= 1
+            else:
+                self._usual_applied += 1
+                self.load.waits_s[queued.family] = time.monotonic() - queued.arrived_at
+            if not self._queued.count(queued.family):
+                self.load.waits_s.pop(queued.family, None)
+            self._apply(queued)
+            has_applied = True
+        return has_applied
 
     def _apply(self, queued: QueuedHeartbeat) -> None:
         began_at = time.monotonic()

@@ -43,7 +43,7 @@ FINISHED_KEPT_S = 3600.0
 # The processes of all finished attempts together that have a successor.
 SUCCEEDED_PROCESSES_KEPT = 20_000
 MEMORY_CHECK_INTERVAL_S = 1.0
-LARGEST_FAMILY_INTERVAL_S = 10.0  # of 100,000 processes, it takes a third of a second to find
+RESTRICTION_FACTOR = 30.0  # the pause after finding the largest job, by the time that this took
 SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
 PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large attempt
 
@@ -130,7 +130,7 @@ class Retention:
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
     _memory_check_due_at: float = float("-inf")
-    _largest_family_due_at: float = float("-inf")
+    _restriction_due_at: float = float("-inf")
 
     def drop_expired(self, now: float) -> None:
         """Drops old attempts, and silent agents that are silent for long or have no live rank."""
@@ -167,8 +167,8 @@ class Retention:
                 shared.performance.forget_agent(agent_id)
 
     def save_memory(self, now: float) -> None:
-        """Drops stacks if the server comes near the limit on its memory, and lets the largest job grow no
-        more.
+        """Drops stacks if the server comes near the limit on its memory. From `GROWTH_SHARE` on, drops calls
+        of the largest job, too, and lets it grow no more.
         """
         if now < self._memory_check_due_at:
             return
@@ -177,9 +177,11 @@ class Retention:
         is_scarce = resident_bytes > GROWTH_SHARE * limits.MEMORY.maximum
         if not is_scarce:
             fleet.restricted_family = None
-        elif now >= self._largest_family_due_at:
-            self._largest_family_due_at = now + LARGEST_FAMILY_INTERVAL_S
-            fleet.restricted_family = find_largest_family(fleet)
+        elif now >= self._restriction_due_at:
+            began_at = time.perf_counter()
+            self._restrict_family(find_largest_family(fleet))
+            spent_s = time.perf_counter() - began_at
+            self._restriction_due_at = now + RESTRICTION_FACTOR * spent_s
         excess_bytes = resident_bytes - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
         if excess_bytes <= 0:
             return
@@ -188,6 +190,15 @@ class Retention:
             self.shared.counters.dropped_samples += count
             log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, family)
         if dropped:
+            return_freed_memory()
+
+    def _restrict_family(self, family: str | None) -> None:
+        fleet = self.shared.fleet
+        fleet.restricted_family = family
+        if family is None:
+            return
+        log.warning("for lack of memory, job %s may add no processes and groups", family)
+        if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
             return_freed_memory()
 
     def drop_attempt(self, attempt: Attempt) -> None:

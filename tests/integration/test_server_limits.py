@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.codec import encode_message
 from hangwatch.protocol.heartbeat import StackReply, StreamIdentity, StreamUpdate
@@ -354,6 +354,35 @@ def test_texts_of_known_processes_cost_no_memory(tmp_path: Path) -> None:
                     headers={"Content-Encoding": "gzip"},
                 )
                 assert response.status_code == 200, response.text
+
+
+def test_calls_of_known_groups_stay_within_the_memory(tmp_path: Path) -> None:
+    """A process reports unfinished calls of its groups without end."""
+
+    def make_calls(uid: int, number: int) -> Iterator[Call]:
+        for seq in range(4 * number, 4 * number + 4):
+            shape = (1000 * uid + seq,) * 30
+            yield Call(seq=seq, signature=Signature(op="all_to_all", shapes=(shape,)))
+
+    with (
+        run_server(tmp_path, "--memory-mb", "200") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        beat = {**make_heartbeat(streams=make_groups(500, 600)), "host": "n"}
+        client.post("/api/v1/heartbeats", json=beat).raise_for_status()
+        beat["processes"][0].pop("identity")
+        largest_mb = 0.0
+        for number in range(2, 62):
+            streams = [
+                StreamUpdate(uid, 999, completed=0, calls=tuple(make_calls(uid, number)))
+                for uid in range(500)
+            ]
+            beat["processes"][0]["streams"] = encode_message(streams)
+            response = client.post("/api/v1/heartbeats", json={**beat, "number": number})
+            assert response.status_code == 200, response.text
+            largest_mb = max(largest_mb, read_resident_mb(server.pid))
+        assert "job j may add no processes" in server.read_log()
+        assert largest_mb < 230, "by what arrives in the second between two checks"
 
 
 def test_job_that_takes_the_most_memory_leaves_the_last_part_to_others(tmp_path: Path) -> None:

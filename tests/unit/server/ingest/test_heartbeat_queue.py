@@ -195,6 +195,20 @@ def test_job_whose_heartbeat_took_long_waits_for_others() -> None:
     assert asyncio.run(submit_all()).ingested == [1, 3, 4, 2]
 
 
+def test_rest_that_ends_at_any_moment_leaves_no_heartbeat_behind() -> None:
+    async def submit_all(passes: int) -> None:
+        harness = QueueHarness(ingest_time_s=1.0)
+        replies = [harness.submit_heartbeat(n, family="greedy") for n in (1, 2)]
+        harness.ingest_time_s = 0.0
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        harness.queue._end_rest("greedy")
+        await asyncio.wait_for(asyncio.gather(*replies), 0.5)
+
+    for passes in range(3):
+        asyncio.run(submit_all(passes))
+
+
 def test_job_that_floods_the_queue_is_refused_alone() -> None:
     load = Load(waits_s={"evil": OVERLOAD_WAIT_S + 0.1})
     assert load.make_refusal(is_urgent=False, family="evil") is not None
