@@ -253,7 +253,7 @@ def test_node_agents_of_one_job_do_not_slow_down_those_of_others(
 def test_large_heartbeats_of_one_job_do_not_delay_those_of_others(
     server: Server, victim: JobReporter
 ) -> None:
-    """SECURITY.md: "Jobs take turns", also in what is unpacked and decoded."""
+    """SECURITY.md: "A heartbeat is unpacked and decoded in its turn"."""
     pairs = b",".join(b'"key%016d":"value"' % number for number in range(1 << 20))
     packed = gzip.compress(b'{"host":"n","agent":"a","number":1,"extra":{%s}}' % pairs, 1)
     sent = Counter[int]()
