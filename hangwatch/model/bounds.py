@@ -60,7 +60,7 @@ def limit_texts(value: T, max_chars: int) -> T:
     """
     limited: Any = value
     if type(value) is str:  # and no name of an enumeration
-        limited = value[:max_chars]
+        limited = limited[:max_chars]
     elif isinstance(value, tuple):
         limited = tuple([limit_texts(item, max_chars) for item in value[:MAX_ITEMS_KEPT]])
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
