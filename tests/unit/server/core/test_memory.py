@@ -123,7 +123,7 @@ def test_largest_job_is_found_by_its_processes_groups_and_calls() -> None:
 
     report("streams", streams=tuple(make_streams(10_000, "0", ())))
     assert find_largest_family(fleet) == "streams"
-    report("members", streams=tuple(make_streams(2, "0-99999", ())))
+    report("members", streams=tuple(make_streams(3, "0-199999", ())))
     assert find_largest_family(fleet) == "members"
     shapes = Signature(op="all_to_all", shapes=((1,) * 1000,) * 1000)
     report("calls/1", streams=tuple(make_streams(1, "0", (Call(seq=1, signature=shapes),))))
