@@ -7,8 +7,11 @@ refused (`agent.node.discovery.watched`).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
@@ -48,3 +51,21 @@ TYPE_BOUNDS = {
     float: Bounds(-MAX_SECONDS, MAX_SECONDS),
     str: Bounds(0, MAX_TEXT_LENGTH),
 }
+
+MAX_ITEMS_KEPT = 128
+
+
+def limit_texts(value: T, max_chars: int) -> T:
+    """A value, such as a message, that has no text of more characters in it, and no list of more than
+    `MAX_ITEMS_KEPT` items.
+    """
+    limited: Any = value
+    if type(value) is str:  # and no name of an enumeration
+        limited = limited[:max_chars]
+    elif isinstance(value, tuple):
+        limited = tuple([limit_texts(item, max_chars) for item in value[:MAX_ITEMS_KEPT]])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [member.name for member in dataclasses.fields(value)]
+        texts = {name: limit_texts(getattr(value, name), max_chars) for name in names}
+        limited = dataclasses.replace(value, **texts)
+    return limited  # type: ignore[no-any-return] # of the same type, but for the length

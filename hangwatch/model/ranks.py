@@ -118,9 +118,11 @@ class Frame:
     polls: str | None = None  # the ``while`` line of an enclosing loop that waits for a Work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ThreadStack:
-    """One thread's stack, innermost frame first."""
+    """One thread's stack, innermost frame first. It has no ``slots``, so that what was found in it can be
+    kept with it (`hangwatch.stacks.frames.remember_answer`).
+    """
 
     thread: str
     frames: tuple[Frame, ...]

@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 
 from hangwatch.model.ranks import Frame, ThreadStack
 
-from .frames import is_torch_frame, is_user_frame, runs_user_code, waits_for_work
+from .frames import (
+    is_in_file,
+    is_torch_frame,
+    is_user_frame,
+    remember_answer,
+    runs_torch_code,
+    runs_user_code,
+    waits_for_work,
+)
 
 
 class RequiredProgress(enum.Enum):
@@ -60,7 +68,7 @@ class ActivityKind:
             return False
         if not self.file_pattern:
             return True
-        return any(re.search(self.file_pattern, frame.file) for frame in other.frames)
+        return is_in_file(other, self.file_pattern)
 
 
 NOTHING_KNOWN = ActivityKind()
@@ -94,16 +102,20 @@ class Activity:
         return self.inside.may_take_long if self.inside.advice else self.waits.may_take_long
 
 
+# Longer names are of no module that the tables know, and could take long to match.
+_MATCHED_FUNCTION_CHARS, _MATCHED_FILE_CHARS = 80, 200
 _PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
 
 
 def _compile_rows(*rows: tuple[str, str, ActivityKind]) -> list[_PatternRow]:
-    """The rows of a table: the patterns of a file and of a function, and what they show."""
+    """The rows of a table: the patterns of a file and of a function, and what they show. The pattern of a
+    file is matched from its beginning: a search would try each character, ten times as slowly.
+    """
     return [(re.compile(file), re.compile(function), kind) for file, function, kind in rows]
 
 
-STDLIB = r"(?:^|/)lib(?:64)?/python3[^/]*/"
-TORCH = r"(?:^|/)torch/"
+STDLIB = r"(?:.*/)?lib(?:64)?/python3[^/]*/"
+TORCH = r"(?:.*/)?torch/"
 
 # A child process that was not forked imports the program first: what it will do is not known yet.
 # Torch also has a spawn.py.
@@ -291,7 +303,7 @@ _WAIT_TABLE = _compile_rows(
     (TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", STORE_KEY),
     (TORCH + r"distributed/(rpc/(__init__|backend_registry)|distributed_c10d)\.py$",
      r"init_rpc|_store_based_barrier|_new_process_group_helper", _RENDEZVOUS),
-    (r"-packages/(?!torch/)", r"(\w+_)?barrier|sync_global_devices|wait_for_everyone", _BARRIER),
+    (r".*-packages/(?!torch/)", r"(\w+_)?barrier|sync_global_devices|wait_for_everyone", _BARRIER),
     (STDLIB + r"subprocess\.py$", r".*", _CHILD_EXIT),
     (STDLIB + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED_CHILD_EXIT),
     (STDLIB + r"multiprocessing/pool\.py$", r".*", _POOL),
@@ -303,11 +315,11 @@ _WAIT_TABLE = _compile_rows(
     (STDLIB + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
     (STDLIB + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
     (STDLIB + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _USER_INPUT),
-    (STDLIB + r"(socketserver|http/server|xmlrpc/server|wsgiref/.*)\.py$|/grpc/_server\.py$", r".*", _CONNECTION),
+    (STDLIB + r"(socketserver|http/server|xmlrpc/server|wsgiref/.*)\.py$|.*/grpc/_server\.py$", r".*", _CONNECTION),
     (STDLIB + r"socket\.py$", r"accept", _CONNECTION),
     (STDLIB + r"(socket|ssl|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
-    (STDLIB + r"asyncio/.*\.py$|/ray/_private/worker\.py$", r".*", _EVENT_LOOP),
-    (STDLIB + r"selectors\.py$|/zmq/sugar/(poll|socket)\.py$", r"select|poll|recv\w*", _INPUT_OUTPUT),
+    (STDLIB + r"asyncio/.*\.py$|.*/ray/_private/worker\.py$", r".*", _EVENT_LOOP),
+    (STDLIB + r"selectors\.py$|.*/zmq/sugar/(poll|socket)\.py$", r"select|poll|recv\w*", _INPUT_OUTPUT),
 )  # fmt: skip
 
 # Patterns of source lines, for a thread that waits in C code of the interpreter or of a library.
@@ -388,11 +400,11 @@ _COPYING_FILES = ActivityKind(
 # The innermost frame that matches decides.
 _INSIDE_TABLE = _compile_rows(
     (TORCH + r"utils/data/_utils/fetch\.py$", r".*", _DATASET),
-    (TORCH + r"distributed/checkpoint/|(?:^|/)safetensors/", r".*(save|write|commit).*", _WRITING_CHECKPOINT),
+    (TORCH + r"distributed/checkpoint/|(?:.*/)?safetensors/", r".*(save|write|commit).*", _WRITING_CHECKPOINT),
     (TORCH + r"serialization\.py$", r".*save.*|.*write.*|_open_file.*|__exit__", _WRITING_CHECKPOINT),
-    (r"", r".*(save|write|dump).*(checkpoint|ckpt|snapshot).*|.*(checkpoint|ckpt|snapshot).*(save|write|dump).*", _WRITING_CHECKPOINT),
-    (TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:^|/)safetensors/", r".*load.*|.*read.*", _READING_CHECKPOINT),
-    (TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:^|/)triton/compiler/",
+    (r"", r"(?=.*(save|write|dump)).*(checkpoint|ckpt|snapshot).*", _WRITING_CHECKPOINT),
+    (TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:.*/)?safetensors/", r".*load.*|.*read.*", _READING_CHECKPOINT),
+    (TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:.*/)?triton/compiler/",
      r".*compil.*|_convert_frame.*|wait|load.*", _COMPILING),
     (TORCH + r"utils/cpp_extension\.py$", r".*", _BUILDING_EXTENSION),
     (TORCH + r"hub\.py$", r".*", _DOWNLOADING),
@@ -406,6 +418,7 @@ _INSIDE_TABLE = _compile_rows(
 )  # fmt: skip
 
 
+@remember_answer
 def classify_activity(stack: ThreadStack | None) -> Activity:
     """What a thread does; an empty `Activity` if its stack shows nothing that is known here."""
     if stack is None or not stack.frames:
@@ -437,9 +450,10 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
 
 
 def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind:
-    name = frame.function.rpartition(".")[2]
+    name = frame.function.rpartition(".")[2][:_MATCHED_FUNCTION_CHARS]
+    path = frame.file[-_MATCHED_FILE_CHARS:]
     for file, function, kind in rows:
-        if function.fullmatch(name) and file.search(frame.file):
+        if function.fullmatch(name) and file.match(path):
             return kind
     return NOTHING_KNOWN
 
@@ -451,10 +465,11 @@ def list_remote_executions(threads: Sequence[ThreadStack]) -> list[ThreadStack]:
     return [thread for thread in threads if thread.pid is None and _executes_remote_call(thread)]
 
 
+@remember_answer
 def _executes_remote_call(stack: ThreadStack) -> bool:
     is_in_user_code = False
     for frame in stack.frames:
-        if frame.function == "_run_function" and _RPC_INTERNALS.search(frame.file):
+        if frame.function == "_run_function" and _RPC_INTERNALS.match(frame.file):
             return is_in_user_code
         is_in_user_code |= is_user_frame(frame)
     return False
@@ -491,8 +506,7 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
         return main  # the case of nearly all ranks
     for thread in callers:
         # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
-        runs_torch = any(map(is_torch_frame, thread.frames))
-        if uid in thread.called_uids and (runs_torch or runs_user_code(thread)):
+        if uid in thread.called_uids and (runs_torch_code(thread) or runs_user_code(thread)):
             return thread
     candidates = [*callers, main]
     if classify_activity(main).inside is not INTERPRETER_EXIT:

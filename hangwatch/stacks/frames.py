@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from hangwatch.model.calls import Site
 from hangwatch.model.ranks import Frame, ThreadStack
 
-_TORCH_PATH = re.compile(r"(^|/)torch/")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Paths are matched from their beginnings: a search would try each character, ten times as slowly.
+_TORCH_PATH = re.compile(r"(.*/)?torch/")
 _LIBRARY_PATH = re.compile(
-    r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3"
+    r".*/((site|dist)-packages|lib(64)?/python3[^/]*)/|<frozen |<(?!string>|stdin>)|python3"
 )
 _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # the end of a name: folders may be .pyenv
 # All modules of the recorder, relative to its folder. They are recognized by name where the recorder
@@ -22,7 +27,7 @@ RECORDER_MODULES = (
     "installation", "kernels", "native/build", "native/cache", "native/check", "native/library",
     "poller", "python_kernel", "recorder", "ring_file", "stack_dumps", "streams", "writer",
 )  # fmt: skip
-_RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
+_RECORDER_PATH = re.compile(rf"(.*/)?agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(
     r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\("
@@ -30,18 +35,37 @@ _WAITING_TEXT = re.compile(
 _WORK_WAIT_TEXT = re.compile(r"\.\s*wait\s*\(")
 # Torch's own lines that wait for something else: files, other processes, a compiler.
 _TORCH_OTHER_WAIT_PATH = re.compile(
-    r"(^|/)torch/(serialization|storage|hub|multiprocessing/|package/|utils/(data/|file_baton|cpp_extension))"
+    r"(.*/)?torch/(serialization|storage|hub|multiprocessing/|package/|utils/(data/|file_baton|cpp_extension))"
 )
 
 
+def remember_answer(find: F) -> F:
+    """Keeps what a function finds in a stack with that stack, which never changes. Each diagnosis asks
+    the same of it, several times, and the search takes milliseconds if the stack is deep.
+    """
+
+    @functools.wraps(find)
+    def find_once(stack: ThreadStack | None, *details: Any) -> Any:
+        if stack is None:
+            return find(stack, *details)
+        # The name starts with an underscore, so that no encoder takes it for a field.
+        answers = vars(stack).setdefault("_answers", {})
+        question = (find.__name__, *details)
+        if question not in answers:
+            answers[question] = find(stack, *details)
+        return answers[question]
+
+    return cast(F, find_once)
+
+
 def is_torch_frame(frame: Frame) -> bool:
-    return bool(_TORCH_PATH.search(frame.file))
+    return bool(_TORCH_PATH.match(frame.file))
 
 
 def is_library(file: str) -> bool:
     """Whether it is not the user's: installed, native, or of Python, torch or hangwatch."""
     patterns = (_TORCH_PATH, _LIBRARY_PATH, _RECORDER_PATH)
-    return _is_native(file) or any(pattern.search(file) for pattern in patterns)
+    return _is_native(file) or any(pattern.match(file) for pattern in patterns)
 
 
 def _is_native(file: str) -> bool:
@@ -54,9 +78,22 @@ def is_user_frame(frame: Frame) -> bool:
     return not is_library(frame.file)
 
 
+@remember_answer
 def runs_user_code(stack: ThreadStack) -> bool:
     """Whether any of a thread's frames is the user's."""
     return any(map(is_user_frame, stack.frames))
+
+
+@remember_answer
+def runs_torch_code(stack: ThreadStack) -> bool:
+    """Whether any of a thread's frames is torch's."""
+    return any(map(is_torch_frame, stack.frames))
+
+
+@remember_answer
+def is_in_file(stack: ThreadStack, pattern: str) -> bool:
+    """Whether the file of any of a thread's frames matches."""
+    return any(re.search(pattern, frame.file) for frame in stack.frames)
 
 
 def _find_caller_frame(stack: ThreadStack | None) -> Frame | None:
@@ -64,7 +101,7 @@ def _find_caller_frame(stack: ThreadStack | None) -> Frame | None:
     is in the call that it records.
     """
     for frame in stack.frames if stack is not None else ():
-        if not _is_native(frame.file) and not _RECORDER_PATH.search(frame.file):
+        if not _is_native(frame.file) and not _RECORDER_PATH.match(frame.file):
             return frame
     return None
 
@@ -97,6 +134,7 @@ def is_installed_frame(frame: Frame) -> bool:
     return "-packages/" in frame.file and not is_torch_frame(frame)
 
 
+@remember_answer
 def find_user_site(stack: ThreadStack | None) -> Site | None:
     """The user's own line in a stack."""
     frame = find_innermost_user_frame(stack.frames if stack is not None else ())
@@ -105,6 +143,7 @@ def find_user_site(stack: ThreadStack | None) -> Site | None:
     return Site(file=frame.file, line=frame.line, function=frame.function)
 
 
+@remember_answer
 def waits_for_work(stack: ThreadStack | None) -> bool:
     """Whether a thread certainly waits for torch.distributed, instead of computing."""
     frame = _find_caller_frame(stack)
@@ -115,6 +154,7 @@ def waits_for_work(stack: ThreadStack | None) -> bool:
     )
 
 
+@remember_answer
 def waits_for_communication(stack: ThreadStack | None) -> bool | None:
     """Whether a thread is in torch, in a line that waits, or in a loop that polls a Work; None if
     the stack does not show it.
@@ -123,7 +163,7 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
     if frame is None:
         return None
     if is_torch_frame(frame):
-        return not _TORCH_OTHER_WAIT_PATH.search(frame.file)
+        return not _TORCH_OTHER_WAIT_PATH.match(frame.file)
     if not is_user_frame(frame) and not is_installed_frame(frame):
         return False
     if frame.polls is not None:

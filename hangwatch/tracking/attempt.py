@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
+from hangwatch.model.bounds import limit_texts
 from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import (
     Group,
@@ -41,7 +42,6 @@ from .process import Process
 
 MAX_CLOSED_GROUPS = 1024
 INTERNED_KEPT = 8192  # signatures and call sites of a job's calls
-MAX_OBSERVATIONS_KEPT = 128  # observations, and as many unavailable sources, of a host
 MAX_TEXT_CHARS = 200
 
 # The whole job counts as silent without a heartbeat for this long, which is longer than the time
@@ -51,7 +51,6 @@ ALL_SILENT_AFTER_S = 15.0
 # What a member reports of a group that determines its `Group`.
 _get_identity_key = attrgetter("name", "desc", "ranks", "backend", "generation", "world", "foreign")
 OrderedGroups = dict[GroupKey, None]  # an ordered set
-_Message = TypeVar("_Message", Observation, UnavailableSource)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +66,9 @@ class HostHardware:
         """The reading in a reply that was received at ``now``, without what exceeds the limits."""
         return cls(
             taken_at=now - max(0.0, reply.taken_s),
-            observations=tuple(map(_limit_texts, reply.observations[:MAX_OBSERVATIONS_KEPT])),
-            unavailable=tuple(map(_limit_texts, reply.unavailable[:MAX_OBSERVATIONS_KEPT])),
+            observations=limit_texts(reply.observations, MAX_TEXT_CHARS),
+            unavailable=limit_texts(reply.unavailable, MAX_TEXT_CHARS),
         )
-
-
-def _limit_texts(message: _Message) -> _Message:
-    texts: dict[str, Any] = {
-        name: value[:MAX_TEXT_CHARS] for name, value in vars(message).items() if type(value) is str
-    }
-    return replace(message, **texts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,6 +255,12 @@ class Attempt:
             value = getattr(call, name)
             object.__setattr__(call, name, self._interned.setdefault(value, value))
         return call
+
+    def drop_spare_calls(self) -> int:
+        """Drops calls for lack of memory; see `CallStream.drop_spare_calls`. Returns how many."""
+        self._interned.clear()
+        processes = self.processes.values()
+        return sum(s.drop_spare_calls() for process in processes for s in process.streams.values())
 
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""

@@ -168,6 +168,16 @@ class CallStream:
         dropped = set(others[:dropped_count])
         self.calls = {seq: self.calls[seq] for seq in seqs if seq not in dropped}
 
+    def drop_spare_calls(self) -> int:
+        """For lack of memory, drops all calls but the one it may wait in and the newest `LAST_CALLS_KEPT`. They
+        may be requested again. Returns how many.
+        """
+        seqs = sorted(self.calls)
+        kept = {self.first_unfinished, *seqs[-LAST_CALLS_KEPT:]}.intersection(seqs)
+        if len(kept) < len(seqs):
+            self.calls, self.answered = {seq: self.calls[seq] for seq in sorted(kept)}, ()
+        return len(seqs) - len(kept)
+
     def add_answer(self, window: CallWindow) -> None:
         """Records that the node agent has answered a request for these calls."""
         others = [other for other in self.answered if not window.covers(other)]

@@ -165,6 +165,8 @@ class Fleet:
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     agents: AgentRegistry = field(default_factory=AgentRegistry)
+    # The family that may add no processes and groups, since it takes the most of scarce memory
+    restricted_family: str | None = None
     foreign_reports: int = 0  # updates of processes that another active node agent reports
     # The attempts of each family's jobs by number.
     _families: dict[str, dict[str, dict[int, Attempt]]] = field(default_factory=dict)

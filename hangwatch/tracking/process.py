@@ -6,8 +6,9 @@ Times (``_at``) are in seconds on the server's monotonic clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from sys import getsizeof
 from typing import TYPE_CHECKING
 
 from hangwatch.model.calls import StreamKind
@@ -21,7 +22,7 @@ from hangwatch.model.limits import (
     NOT_RUNNING_STATES,
     STOPPED_STATES,
 )
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle, ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
@@ -36,9 +37,11 @@ ChannelKey = tuple[StreamKind, int | None, int | None]
 # A rank that is idle for this long may be in a call that is not recorded, if it misses some.
 _UNRECORDED_AFTER_S = 3.0
 
-# Node agents send at most so many frames of a thread.
-MAX_FRAMES_KEPT, MAX_THREADS_KEPT = 500, 2000
-_FRAME_BYTES = 300  # a frame takes as many besides the characters of its texts
+# What is kept of one sample of a process. Node agents send at most so many frames of a thread, and real
+# processes have a tenth of the others.
+MAX_FRAMES_KEPT, MAX_THREADS_KEPT, MAX_SAMPLE_FRAMES = 500, 2000, 5000
+MAX_FUNCTION_CHARS, MAX_FILE_CHARS, MAX_ERROR_CHARS, MAX_IDS_KEPT = 256, 512, 2048, 1024
+_FRAME_BYTES = 160  # a frame takes as many besides its texts
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
@@ -106,12 +109,44 @@ class MessageMark:
     enqueued: Mapping[int, int]  # the counters by stream uid; empty: they were not read since
 
 
-def _estimate_bytes(thread: ThreadStack) -> int:
-    """The memory of a thread's frames. Each text is an object of its own, of 49 bytes and more."""
-    texts = sum(
-        len(frame.file) + len(frame.function) + len(frame.text or "") for frame in thread.frames
+def _limit_thread(thread: ThreadStack, max_frames: int) -> ThreadStack:
+    """The thread with at most so many frames, the innermost ones, and texts of bounded length."""
+    frames = tuple(map(_limit_frame, thread.frames[:max_frames]))
+    return replace(
+        thread,
+        thread=thread.thread[:MAX_FUNCTION_CHARS],
+        frames=frames,
+        error=thread.error and thread.error[:MAX_FILE_CHARS],
+        awaited_by=thread.awaited_by[:MAX_IDS_KEPT],
+        called_uids=thread.called_uids[:MAX_IDS_KEPT],
     )
-    return _FRAME_BYTES * (1 + len(thread.frames)) + texts
+
+
+def _limit_frame(frame: Frame) -> Frame:
+    texts = (frame.text, frame.handler, frame.polls)
+    is_long = len(frame.function) > MAX_FUNCTION_CHARS or len(frame.file) > MAX_FILE_CHARS
+    if not is_long and not any(text is not None and len(text) > MAX_FILE_CHARS for text in texts):
+        return frame
+    text, handler, polls = [text and text[:MAX_FILE_CHARS] for text in texts]
+    return Frame(
+        function=frame.function[:MAX_FUNCTION_CHARS],
+        file=frame.file[-MAX_FILE_CHARS:],  # its end says what it is
+        line=frame.line,
+        text=text,
+        handler=handler,
+        polls=polls,
+    )
+
+
+def estimate_bytes(frames: Iterable[Frame]) -> int:
+    """The memory of frames. Each text is an object of its own, and so is the thread that has them."""
+    size = _FRAME_BYTES
+    for frame in frames:
+        size += _FRAME_BYTES + getsizeof(frame.function) + getsizeof(frame.file)
+        for text in (frame.text, frame.handler, frame.polls):
+            if text is not None:  # only the innermost ones have them
+                size += getsizeof(text)
+    return size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,19 +163,19 @@ class StackSample:
     @classmethod
     def from_reply(cls, reply: heartbeat.StackReply, now: float) -> StackSample:
         """The sample in a heartbeat that was received at ``now``, without what exceeds the limits."""
-        threads = [
-            thread
-            if len(thread.frames) <= MAX_FRAMES_KEPT
-            else replace(thread, frames=thread.frames[:MAX_FRAMES_KEPT])
-            for thread in reply.threads[:MAX_THREADS_KEPT]
-        ]
+        threads: list[ThreadStack] = []
+        frame_count = 0
+        for thread in reply.threads[:MAX_THREADS_KEPT]:
+            max_frames = min(MAX_FRAMES_KEPT, MAX_SAMPLE_FRAMES - frame_count)
+            threads.append(_limit_thread(thread, max_frames))
+            frame_count += len(threads[-1].frames)
         return cls(
-            source=reply.source,
+            source=reply.source[:MAX_FUNCTION_CHARS],
             taken_at=now - reply.taken_s,
             native=reply.native,
             threads=tuple(threads),
-            error=reply.error,
-            size_bytes=sum(map(_estimate_bytes, threads)),
+            error=reply.error and reply.error[:MAX_ERROR_CHARS],
+            size_bytes=sum(estimate_bytes(thread.frames) for thread in threads),
         )
 
     @property

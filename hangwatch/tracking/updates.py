@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from sys import intern
 
+from hangwatch.model.bounds import limit_texts
 from hangwatch.model.calls import Call, Loss, LossReason
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
@@ -23,6 +24,9 @@ from .call_stream import (
     CallStream,
 )
 from .process import MessageMark, Phase, Process
+
+# What is kept of texts that a process may report again and again. Node agents send less.
+MAX_NAME_CHARS, MAX_TEXT_CHARS = 256, 4096
 
 
 def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
@@ -43,7 +47,9 @@ def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now:
     process.phase = None
     if update.phase is not None:
         process.phase = Phase(
-            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
+            name=update.phase[:MAX_NAME_CHARS],
+            began_at=now - update.phase_s,
+            limit_s=update.phase_limit_s,
         )
     activity = process.activity
     activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
@@ -54,8 +60,9 @@ def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now:
     if update.pulse_s is not None and update.pulse_s < MIN_WAIT_S:
         activity.cpu_at_pulse_s = update.cpu_s
     _apply_ending(process, update, now)
-    process.dropped_records, process.recorder_faults = update.dropped, update.faults
-    process.device_setting = update.device_setting
+    process.dropped_records = update.dropped
+    process.recorder_faults = limit_texts(update.faults, MAX_TEXT_CHARS)
+    process.device_setting = update.device_setting[:MAX_NAME_CHARS]
     is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
     if is_without_ring and process.streams and process.is_alive:
         # The positions are those before the ring could no longer be read.
@@ -113,14 +120,15 @@ def _apply_streams(process: Process, update: heartbeat.ProcessUpdate, now: float
 
 def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
     """Records the exceptions and the exit. The first report of what ended it is kept."""
-    process.handling = update.handling
+    process.handling = limit_texts(update.handling, MAX_TEXT_CHARS)
     if update.raised is not None and process.exception is None:
-        process.exception, process.exception_at = update.raised, now - update.raised_s
+        process.exception = limit_texts(update.raised, MAX_TEXT_CHARS)
+        process.exception_at = now - update.raised_s
     if update.ended is not None and process.exit is None:
         process.exit, process.exited_at = update.ended, now - update.ended_s
         process.attempt.foreign_groups.mark_changed(process)
     if update.flight_file is not None:
-        process.flight_file = update.flight_file
+        process.flight_file = limit_texts(update.flight_file, MAX_TEXT_CHARS)
 
 
 def _apply_stream_update(

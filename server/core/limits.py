@@ -87,6 +87,7 @@ UNAUTHENTICATED = Limit(
     429,
 )
 BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
+POLL = Limit("poll_body", 4096, "bytes", "of the body of a request for commands")
 LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
 # A request with more is refused before it is parsed. Large hosts send up to a million values.

@@ -1,16 +1,18 @@
-"""How much memory the server may use, and what it drops before it needs more: the stacks of the job that
-has the most, the oldest first.
+"""How much memory the server may use, and what happens before it needs more: the stacks of the job that
+has the most of them are dropped, the oldest first, and the job that takes the most memory loses calls and may not grow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from hangwatch.model.calls import Call
 from hangwatch.protocol.heartbeat import get_family
+from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process, StackSample
 
 from .limits import MAX_MEMORY_BYTES
@@ -19,8 +21,12 @@ from .limits import MAX_MEMORY_BYTES
 _USABLE_SHARE = 0.75
 # Stacks are dropped beyond this part of the limit: the rest is for processes and groups.
 EVIDENCE_SHARE = 0.75
-# A job with less keeps all: the memory is needed by something else.
-MIN_SAMPLE_BYTES = 8 << 20
+# The largest job may not grow beyond this part, and others may up to the limit.
+GROWTH_SHARE = 0.85
+# A job with less keeps all, and may grow: the memory is needed by something else.
+MIN_SAMPLE_BYTES = MIN_JOB_BYTES = 8 << 20
+# Approximate sizes, as measured with CPython 3.11 on x86-64
+_PROCESS_BYTES, _STREAM_BYTES, _CALL_BYTES, _NUMBER_BYTES, _MEMBER_BYTES = 1500, 1400, 600, 32, 40
 
 
 def find_memory_limit(
@@ -76,6 +82,35 @@ def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, i
         excess_bytes -= sample.size_bytes
         dropped[family] += 1
     return dropped
+
+
+def find_largest_family(fleet: Fleet) -> str | None:
+    """The family of jobs whose processes, groups and calls take the most memory; None if that is little."""
+    held_bytes = Counter(
+        {family: _MEMBER_BYTES * fleet.count_members(family) for family in fleet.process_counts}
+    )
+    for process in fleet.processes.values():
+        held_bytes[get_family(process.attempt.job)] += _measure_process(process)
+    largest = held_bytes.most_common(1)
+    return largest[0][0] if largest and largest[0][1] > MIN_JOB_BYTES else None
+
+
+def _measure_process(process: Process) -> int:
+    """The approximate memory of a process, without what it shares with the others of its attempt."""
+    identity = process.identity
+    size = _PROCESS_BYTES + len(identity.program) + len(identity.unrecorded) + len(identity.on_hang)
+    for stream in process.streams.values():
+        group = stream.group
+        size += _STREAM_BYTES + len(group.name) + len(group.desc) + len(group.backend)
+        if stream.calls:
+            size += sum(map(_measure_call, stream.calls.values()))
+    return size
+
+
+def _measure_call(call: Call) -> int:
+    signature = call.signature
+    numbers = sum(map(len, signature.shapes)) + sum(map(len, signature.splits or ()))
+    return _CALL_BYTES + _NUMBER_BYTES * numbers + len(signature.detail or "")
 
 
 def return_freed_memory() -> None:

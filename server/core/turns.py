@@ -5,6 +5,7 @@ of another by no more than one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -30,9 +31,11 @@ class TurnQueue(Generic[T]):
         waiting[not urgent].append(item)
         self._count += 1
 
-    def take(self) -> T:
-        """Takes the next item. Raises StopIteration if there is none."""
-        family = next(iter(self._waiting))
+    def take(self, resting: Container[str] = ()) -> T | None:
+        """Takes the next item of a family that is not ``resting``; None if there is none."""
+        family = next((family for family in self._waiting if family not in resting), None)
+        if family is None:
+            return None
         urgent, usual = waiting = self._waiting.pop(family)
         item = (urgent or usual).popleft()
         if urgent or usual:

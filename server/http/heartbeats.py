@@ -9,7 +9,9 @@ They bypass the application's middleware and routing, which take longer than a h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -42,6 +44,7 @@ from . import rendering
 from .access import AccessRefusedError, AgentGrant, Authenticator, read_body
 
 _PART_BYTES = 1 << 20  # decompressed at a time
+_HEAD_BYTES = 4096  # the first fields of a heartbeat, which have its sender
 _SIZE_REMEDY = "send the heartbeat in parts"
 _NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
 _SECURITY_HEADERS = [
@@ -77,7 +80,7 @@ class AgentEndpoint:
             if not answered.done():
                 answered.set_result(response)
 
-        headers, body, grant = await self._receive(request, HEARTBEAT_PATH)
+        headers, body, grant = await self._receive(request, HEARTBEAT_PATH, limits.BODY)
         self._submit_heartbeat(headers, body, grant, respond)
         return await answered
 
@@ -85,8 +88,8 @@ class AgentEndpoint:
         """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
         reply to a heartbeat.
         """
-        _, body, grant = await self._receive(request, COMMANDS_PATH)
-        agent = decode_agent(body, grant)
+        headers, body, grant = await self._receive(request, COMMANDS_PATH, limits.POLL)
+        agent = decode_agent(unpack_body(headers, body), grant)
         if agent is None:
             raise Problem(422, 'the body must name the node agent: {"agent": ID}')
         shared = self.watch.shared
@@ -110,13 +113,13 @@ class AgentEndpoint:
 
     async def get_proof(self, request: Request) -> Response:
         """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
-        await self._receive(request, PROOF_PATH)
+        await self._receive(request, PROOF_PATH, limits.POLL)
         return AgentReply({})
 
     async def _receive(
-        self, request: Request, path: str
+        self, request: Request, path: str, limit: limits.Limit
     ) -> tuple[dict[str, str], bytes, AgentGrant]:
-        """The first header of each name, the decompressed body, and what the sender may send."""
+        """The first header of each name, the body as it was sent, and what the sender may send."""
         # A dozen look-ups in starlette's `Headers` take longer than a heartbeat.
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
@@ -126,9 +129,11 @@ class AgentEndpoint:
         _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
         if content_length.isdecimal():
-            limits.BODY.check(int(content_length), remedy=_SIZE_REMEDY)
-        body = await read_body(request.receive, limits.BODY, _SIZE_REMEDY)
-        return headers, _unpack_body(headers, body, grant), grant
+            limit.check(int(content_length), remedy=_SIZE_REMEDY)
+        body = await read_body(request.receive, limit, _SIZE_REMEDY)
+        if grant.signed is not None and not grant.signed.has_body(body):
+            raise Problem(401, "the request's body is not the one that was signed")
+        return headers, body, grant
 
     def _submit_heartbeat(
         self,
@@ -143,11 +148,11 @@ class AgentEndpoint:
         family = get_family(grant.job or "")
         refusal = watch.shared.load.make_refusal(is_urgent, family)
         if refusal is not None:
-            watch.heartbeats.refuse_heartbeat(decode_agent(body, grant))
+            watch.heartbeats.refuse_heartbeat(find_agent(headers, body, grant))
             raise refusal
 
         def decode_heartbeat() -> heartbeat.Heartbeat:
-            beat = parse_heartbeat(body)
+            beat = parse_heartbeat(unpack_body(headers, body))
             if grant.tenant:
                 # Nobody else has the heartbeat yet, so that it need not be copied.
                 object.__setattr__(beat, "agent", qualify_agent(grant.tenant, beat.agent))
@@ -231,6 +236,21 @@ def build_router(endpoint: AgentEndpoint) -> APIRouter:
     return routes
 
 
+def find_agent(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> str | None:
+    """The server's name of the node agent that sent a heartbeat, by its first kilobytes alone: it is
+    refused because the server has no time to decode it.
+    """
+    with contextlib.suppress(zlib.error):
+        if _is_compressed(headers):
+            body = zlib.decompressobj(wbits=31).decompress(body, _HEAD_BYTES)
+    # A quotation mark within a text has a backslash before it.
+    found = re.search(rb'"agent"\s*:\s*("(?:[^"\\]|\\.)*")', body[:_HEAD_BYTES])
+    with contextlib.suppress(msgspec.MsgspecError):
+        if found is not None:
+            return qualify_agent(grant.tenant, msgspec.json.decode(found[1], type=str))
+    return None
+
+
 def decode_agent(body: bytes, grant: AgentGrant) -> str | None:
     """The server's name of the node agent that a body names; None if it names none."""
     agent = heartbeat_checks.decode_head(body).agent
@@ -267,10 +287,8 @@ def _is_compressed(headers: Mapping[str, str]) -> bool:
     return coding == "gzip"
 
 
-def _unpack_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
-    """The body without its compression. Raises Problem if it is not the one that was signed."""
-    if grant.signed is not None and not grant.signed.has_body(body):
-        raise Problem(401, "the request's body is not the one that was signed")
+def unpack_body(headers: Mapping[str, str], body: bytes) -> bytes:
+    """The body without its compression."""
     return decompress_body(body) if _is_compressed(headers) else body
 
 

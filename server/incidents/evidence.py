@@ -26,10 +26,12 @@ from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
 from hangwatch.report import job_status
 from hangwatch.stacks.activities import classify_activity, list_remote_executions
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import StackSample
+from hangwatch.tracking.process import StackSample, estimate_bytes
 
 MAX_THREADS_SHOWN = 16  # threads of one culprit
 MAX_EXECUTIONS_SHOWN = 16  # threads that execute remote calls
+# An incident shows stacks of about so many bytes, and a quarter of it of the culprits' other threads.
+MAX_STACK_BYTES = 2 << 20
 MAX_DETAILED_CULPRITS = 8  # more culprits than this are shown with their calling threads only
 MAX_PROCESSES_SHOWN = 64
 MAX_POSITIONS_SHOWN = 256
@@ -156,6 +158,7 @@ def collect_stacks(
     culprits = list(_find_callers(attempt, incident.culprits, incident.group, since))
     victims = list(_find_callers(attempt, incident.waiting, incident.group, since))
     stacks = _merge_calling_stacks(culprits, convert_date)
+    other_stacks: list[MergedStack] = []
     if len(incident.culprits) <= MAX_DETAILED_CULPRITS:
         for rank, sample, caller in culprits:
             others = [
@@ -167,7 +170,8 @@ def collect_stacks(
             # the GIL.
             others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
             for thread in others[:MAX_THREADS_SHOWN]:
-                stacks.append(make_stack([rank], sample, thread, convert_date))
+                other_stacks.append(make_stack([rank], sample, thread, convert_date))
+    stacks += _limit_stacks(other_stacks, MAX_STACK_BYTES // 4)
     stacks += _merge_calling_stacks(victims, convert_date)
     if any(classify_activity(c.thread).waits.awaits_remote_call for c in (*culprits, *victims)):
         executions = (
@@ -187,7 +191,18 @@ def collect_stacks(
             kept.append(stack)
             kept_ranks.update(stack.ranks)
     current = [s for s in stacks if s.error is None or not kept_ranks.issuperset(s.ranks)]
-    return (*kept, *_keep_unchanged(incident.stacks, current, _get_stack_content))
+    current = _keep_unchanged(incident.stacks, current, _get_stack_content)
+    return tuple(_limit_stacks([*kept, *current], MAX_STACK_BYTES))
+
+
+def _limit_stacks(stacks: list[MergedStack], max_bytes: int) -> list[MergedStack]:
+    """The first stacks, which take at most so much memory together, and always the first one."""
+    size = 0
+    for count, stack in enumerate(stacks):
+        size += estimate_bytes(stack.frames)
+        if size > max_bytes and count:
+            return stacks[:count]
+    return stacks
 
 
 def _find_callers(

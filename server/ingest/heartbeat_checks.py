@@ -261,6 +261,26 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
             limits.MEMBERS.check_share(count, total, family, _REMEDY)
     if new_identities or added_members:
         limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
+    if fleet.restricted_family is not None:
+        _check_restriction(beat, growing, fleet)
+
+
+def _check_restriction(
+    beat: Heartbeat, updates: Iterable[heartbeat.ProcessUpdate], fleet: Fleet
+) -> None:
+    """Raises Problem for new processes, groups and channels of the family that takes the most memory."""
+    for update in updates:
+        known = fleet.find_process(beat.agent, beat.host, update)
+        if known is not None:
+            family = get_family(known.attempt.job)
+            is_growing = any(
+                s.identity is not None and s.uid not in known.streams for s in update.streams
+            )
+        else:
+            family = get_family(update.identity.job) if update.identity is not None else ""
+            is_growing = update.identity is not None
+        if is_growing and family == fleet.restricted_family:
+            raise limits.MEMORY.make_problem(f"job {family!r} takes the most of it", _REMEDY)
 
 
 def _check_new_processes(

@@ -2,7 +2,8 @@
 queued while another thread reads the state that they change.
 
 Families of jobs take turns. Within one, urgent heartbeats (by the header of RFC 9218) come first: they
-are few, and often decide a verdict.
+are few, and often decide a verdict. After a heartbeat that took long, its family waits for as long again:
+others and their requests then have half of the time.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from ..core.turns import TurnQueue
 log = logging.getLogger("hangwatch")
 
 SLICE_S = 0.005  # the time for which numerous work, such as heartbeats, may block the event loop
+LONG_S = (
+    10 * SLICE_S
+)  # a heartbeat that takes longer is one of thousands of new process groups or calls
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class QueuedHeartbeat:
-    decode: Callable[[], heartbeat.Heartbeat]  # takes as long as applying: done in its turn
+    # Unpacking and decoding take as long as applying, so that they are done in its turn, too.
+    decode: Callable[[], heartbeat.Heartbeat]
     is_urgent: bool
     arrived_at: float  # on the monotonic clock
     # Takes the reply, or what decoding or applying the heartbeat raised.
@@ -47,6 +52,7 @@ class HeartbeatQueue:
     _queued: TurnQueue[QueuedHeartbeat] = field(default_factory=TurnQueue)
     _urgent_queued: int = 0
     _usual_applied: int = 0
+    _resting: set[str] = field(default_factory=set)  # the families whose last heartbeat took long
     _is_state_locked: bool = False  # a thread reads the state
     # The end of this pass's slice; None: this pass of the event loop has not applied a heartbeat yet.
     _slice_until: float | None = None
@@ -56,15 +62,16 @@ class HeartbeatQueue:
         return len(self._queued)
 
     def submit(self, queued: QueuedHeartbeat) -> None:
-        """Applies it: immediately, if none is queued and this pass of the event loop has time."""
-        if not self._is_state_locked and not len(self):
+        """Applies it: immediately, if its family has none queued and this pass of the event loop has time."""
+        family = queued.family
+        if not (self._is_state_locked or self._queued.count(family) or family in self._resting):
             now = time.monotonic()
             if self._slice_until is None:
                 self._slice_until = now + SLICE_S
                 asyncio.get_running_loop().call_soon(self._end_slice)
             if now < self._slice_until:
                 return self._apply(queued)
-        self._queued.put(queued.family, queued, urgent=queued.is_urgent)
+        self._queued.put(family, queued, urgent=queued.is_urgent)
         self._urgent_queued += queued.is_urgent
         return self._start_draining()
 
@@ -92,24 +99,35 @@ class HeartbeatQueue:
 
     async def _drain(self) -> None:
         try:
-            while len(self) and not self._is_state_locked:
-                until = time.monotonic() + SLICE_S
-                while len(self) and time.monotonic() < until:
-                    queued = self._queued.take()
-                    if queued.is_urgent:
-                        self._urgent_queued -= 1
-                    else:
-                        self._usual_applied += 1
-                        self.load.waits_s[queued.family] = time.monotonic() - queued.arrived_at
-                    if not self._queued.count(queued.family):
-                        self.load.waits_s.pop(queued.family, None)
-                    self._apply(queued)
+            # No family may end its rest between the last look at the queue and the end of this task.
+            while not self._is_state_locked and self._apply_slice():
                 await asyncio.sleep(0)
         finally:
-            self.load.waits_s.clear()
+            for family in self.load.waits_s.keys() - self._resting:
+                del self.load.waits_s[family]
             self._draining = None
 
+    def _apply_slice(self) -> bool:
+        """Applies heartbeats for `SLICE_S`. Returns False if none is queued of a family that does not rest."""
+        until = time.monotonic() + SLICE_S
+        has_applied = False
+        while time.monotonic() < until:
+            queued = self._queued.take(self._resting)
+            if queued is None:
+                break
+            if queued.is_urgent:
+                self._urgent_queued -= 1
+            else:
+                self._usual_applied += 1
+                self.load.waits_s[queued.family] = time.monotonic() - queued.arrived_at
+            if not self._queued.count(queued.family):
+                self.load.waits_s.pop(queued.family, None)
+            self._apply(queued)
+            has_applied = True
+        return has_applied
+
     def _apply(self, queued: QueuedHeartbeat) -> None:
+        began_at = time.monotonic()
         try:
             reply: heartbeat.HeartbeatReply | Exception
             reply = self.ingest(queued.decode(), queued.is_urgent)
@@ -119,3 +137,12 @@ class HeartbeatQueue:
             queued.take_reply(reply)
         except Exception:  # a connection that fails must not affect the others
             log.exception("the reply to a heartbeat failed; please report this")
+        spent_s = time.monotonic() - began_at
+        if spent_s > LONG_S:
+            self._resting.add(queued.family)
+            asyncio.get_running_loop().call_later(spent_s, self._end_rest, queued.family)
+
+    def _end_rest(self, family: str) -> None:
+        self._resting.discard(family)
+        if len(self):
+            self._start_draining()

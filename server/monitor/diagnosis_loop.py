@@ -17,7 +17,13 @@ from ..core import limits, load
 from ..core.events import wait_for_event
 from ..core.limits import is_large, read_resident_bytes
 from ..core.load import GarbageScheduler
-from ..core.memory import EVIDENCE_SHARE, drop_samples, return_freed_memory
+from ..core.memory import (
+    EVIDENCE_SHARE,
+    GROWTH_SHARE,
+    drop_samples,
+    find_largest_family,
+    return_freed_memory,
+)
 from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
@@ -37,6 +43,7 @@ FINISHED_KEPT_S = 3600.0
 # The processes of all finished attempts together that have a successor.
 SUCCEEDED_PROCESSES_KEPT = 20_000
 MEMORY_CHECK_INTERVAL_S = 1.0
+RESTRICTION_FACTOR = 30.0  # the pause after finding the largest job, by the time that this took
 SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
 PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large attempt
 
@@ -106,7 +113,7 @@ class DiagnosisLoop:
         with isolate("dropping what is no longer needed"):
             shared.commands.drop_expired(now, scheduler.longest_gap_s)
             self.retention.drop_expired(now)
-            self.retention.drop_excess_stacks(now)
+            self.retention.save_memory(now)
             self._garbage.update(len(fleet.processes), now)
         with isolate("scheduling reports"):
             scheduler.start_round(now)
@@ -123,6 +130,7 @@ class Retention:
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
     _memory_check_due_at: float = float("-inf")
+    _restriction_due_at: float = float("-inf")
 
     def drop_expired(self, now: float) -> None:
         """Drops old attempts, and silent agents that are silent for long or have no live rank."""
@@ -158,17 +166,39 @@ class Retention:
                 shared.agents.forget_silent(agent_id)
                 shared.performance.forget_agent(agent_id)
 
-    def drop_excess_stacks(self, now: float) -> None:
-        """Drops stacks if the server comes near the limit on its memory."""
-        excess_bytes = read_resident_bytes() - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
-        if excess_bytes <= 0 or now < self._memory_check_due_at:
+    def save_memory(self, now: float) -> None:
+        """Drops stacks if the server comes near the limit on its memory. From `GROWTH_SHARE` on, drops calls
+        of the largest job, too, and lets it grow no more.
+        """
+        if now < self._memory_check_due_at:
             return
         self._memory_check_due_at = now + MEMORY_CHECK_INTERVAL_S
-        dropped = drop_samples(self.shared.fleet.processes.values(), excess_bytes)
+        fleet, resident_bytes = self.shared.fleet, read_resident_bytes()
+        is_scarce = resident_bytes > GROWTH_SHARE * limits.MEMORY.maximum
+        if not is_scarce:
+            fleet.restricted_family = None
+        elif now >= self._restriction_due_at:
+            began_at = time.perf_counter()
+            self._restrict_family(find_largest_family(fleet))
+            spent_s = time.perf_counter() - began_at
+            self._restriction_due_at = now + RESTRICTION_FACTOR * spent_s
+        excess_bytes = resident_bytes - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
+        if excess_bytes <= 0:
+            return
+        dropped = drop_samples(fleet.processes.values(), excess_bytes)
         for family, count in dropped.items():
             self.shared.counters.dropped_samples += count
             log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, family)
         if dropped:
+            return_freed_memory()
+
+    def _restrict_family(self, family: str | None) -> None:
+        fleet = self.shared.fleet
+        fleet.restricted_family = family
+        if family is None:
+            return
+        log.warning("for lack of memory, job %s may add no processes and groups", family)
+        if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
             return_freed_memory()
 
     def drop_attempt(self, attempt: Attempt) -> None:

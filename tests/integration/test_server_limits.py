@@ -9,7 +9,9 @@ import gzip
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.codec import encode_message
 from hangwatch.protocol.heartbeat import StackReply, StreamIdentity, StreamUpdate
@@ -26,7 +28,7 @@ from tests.harness.problems import check_problem
 from tests.harness.processes import read_cpu_s, read_resident_mb
 from tests.harness.server import Server, run_server
 from tests.simulation.job_reporter import JobReporter
-from tests.simulation.simulated_job import SimulatedJob
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 from tests.unit.server.ingest.test_field_bounds import (
     CHANGES,
@@ -273,6 +275,152 @@ def test_unrequested_stacks_cost_no_memory(tmp_path: Path) -> None:
                 )
                 assert response.status_code == 200, response.text
         assert "hangwatch_unrequested_replies_total 30.0" in client.get("/metrics").text
+
+
+class GreedyJob(SimulatedJob):
+    """Its node agents reply to each request for stacks with as much as the server accepts."""
+
+    def take_sample(self, command: dict[str, Any]) -> StackReply:
+        reply = SimulatedJob.take_sample(self, command)
+        return replace(reply, threads=(make_stack(500, "f" * 40),) * 20)
+
+
+@contextlib.contextmanager
+def reporting_greedy_job(server: Server) -> Iterator[None]:
+    """Half of a job's 32 ranks wait for the others, until the context ends."""
+    greedy = GreedyJob(ranks=32, ranks_per_host=8, name="greedy", host="greedy{}")
+    greedy.hang_ranks(*range(0, 32, 2))
+    with JobReporter.connect(server.url, greedy).reporting():
+        yield
+
+
+def test_greedy_job_loses_its_own_stacks(tmp_path: Path) -> None:
+    """The server stays within its memory, and another job's hang is reported with its stack."""
+    flags = ("--stall-after", "2", "--memory-mb", "200")
+    with run_server(tmp_path, *flags) as server, reporting_greedy_job(server):
+        wait_for_value(lambda: read_stacks_dropped(server) or None, "that stacks are dropped", 60.0)
+        victim = JobReporter.connect(server.url, make_hung_job(hung_for_s=0.0, name="victim"))
+
+        def find_stack() -> bool:
+            victim.send_heartbeat()
+            found = [server.get(f"incidents/{i['id']}") for i in victim.list_incidents()]
+            return any(1 in s["ranks"] or 2 in s["ranks"] for i in found for s in i["stacks"])
+
+        wait_for_value(find_stack, "the victim's incident with its stack", 30.0)
+        assert read_resident_mb(server.pid) < 200
+        victim.client.close()
+        assert "stacks of job greedy" in server.read_log()
+        assert "stacks of job victim" not in server.read_log()
+
+
+def test_greedy_job_delays_nobody(tmp_path: Path) -> None:
+    """While a job's stacks arrive and are diagnosed, the server answers, and reports others' hangs."""
+    slowest_s = {"/healthz": 0.0, "/ranks": 0.0}
+    flags = ("--stall-after", "2", "--memory-mb", "200")
+    with run_server(tmp_path, *flags) as server, reporting_greedy_job(server):
+        for number in range(5):
+            job = make_hung_job(hung_for_s=0.0, name=f"victim {number}")
+            reporter = JobReporter.connect(server.url, job)
+            while not reporter.list_incidents():
+                reporter.send_heartbeat()
+                for page, slowest in slowest_s.items():
+                    began_at = time.monotonic()
+                    reporter.client.get(page).raise_for_status()
+                    slowest_s[page] = max(slowest, time.monotonic() - began_at)
+            assert time.monotonic() - job.late_since < server.stall_after_s + 5.0
+            reporter.end_job()
+        (listed,) = server.get_items("incidents", job="greedy")
+        greedy = server.get(f"incidents/{listed['id']}")
+        assert any(len(stack["frames"]) == 500 for stack in greedy["stacks"])
+    assert slowest_s["/healthz"] < 1.0
+    assert slowest_s["/ranks"] < 2.0
+
+
+def read_stacks_dropped(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text
+    return float(text.partition("\nhangwatch_stacks_dropped_total ")[2].split()[0])
+
+
+def test_texts_of_known_processes_cost_no_memory(tmp_path: Path) -> None:
+    """What a process may report again and again is cut to what real node agents send."""
+    with (
+        run_server(tmp_path) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        job = SimulatedJob(ranks=8, name="greedy", host="greedy")
+        reporter = JobReporter(client, job)
+        reporter.send_heartbeat()
+        with bounded_growth(server, 150):  # for one heartbeat that is being decoded
+            for number, update in enumerate(job.make_process_updates(0, full=False), 2):
+                grown = replace(update, faults=("f" * 60_000,) * 500)
+                beat = reporter.make_heartbeat(0, number, processes=(grown,))
+                response = client.post(
+                    "/api/v1/heartbeats",
+                    content=gzip.compress(json.dumps(encode_message(beat)).encode(), 1),
+                    headers={"Content-Encoding": "gzip"},
+                )
+                assert response.status_code == 200, response.text
+
+
+def test_calls_of_known_groups_stay_within_the_memory(tmp_path: Path) -> None:
+    """A process reports unfinished calls of its groups without end."""
+
+    def make_calls(uid: int, number: int) -> Iterator[Call]:
+        for seq in range(4 * number, 4 * number + 4):
+            shape = (1000 * uid + seq,) * 30
+            yield Call(seq=seq, signature=Signature(op="all_to_all", shapes=(shape,)))
+
+    with (
+        run_server(tmp_path, "--memory-mb", "200") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        beat = {**make_heartbeat(streams=make_groups(500, 600)), "host": "n"}
+        client.post("/api/v1/heartbeats", json=beat).raise_for_status()
+        beat["processes"][0].pop("identity")
+        largest_mb = 0.0
+        for number in range(2, 62):
+            streams = [
+                StreamUpdate(uid, 999, completed=0, calls=tuple(make_calls(uid, number)))
+                for uid in range(500)
+            ]
+            beat["processes"][0]["streams"] = encode_message(streams)
+            response = client.post("/api/v1/heartbeats", json={**beat, "number": number})
+            assert response.status_code == 200, response.text
+            largest_mb = max(largest_mb, read_resident_mb(server.pid))
+        assert "job j may add no processes" in server.read_log()
+        assert largest_mb < 230, "by what arrives in the second between two checks"
+
+
+def test_job_that_takes_the_most_memory_leaves_the_last_part_to_others(tmp_path: Path) -> None:
+    """SECURITY.md: "From 85 % of it on, only the job that takes the most is refused"."""
+    with (
+        run_server(tmp_path, "--stall-after", "2", "--memory-mb", "200") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+
+        def report_processes(number: int) -> httpx.Response:
+            beat = make_heartbeat(
+                agent=f"agent {number}",
+                identity={"job": f"greedy/{number}", "unrecorded": "u" * 60_000},
+            )
+            (process,) = beat["processes"]
+            beat["processes"] = [{**process, "key": f"{n}-1"} for n in range(150)]
+            return client.post("/api/v1/heartbeats", json={**beat, "host": f"host {number}"})
+
+        for number in range(60):
+            response = report_processes(number)
+            if response.status_code != 200:
+                break
+            time.sleep(1.0)
+        assert "job 'greedy' takes the most of it" in check_problem(response, limits.MEMORY.status)
+        assert read_resident_mb(server.pid) < 200
+        victim = JobReporter.connect(server.url, make_hung_job(hung_for_s=0.0, name="victim"))
+        victim.send_until(victim.list_incidents, "the victim's incident")
+        victim.client.close()
+        update = {**make_heartbeat(agent="agent 0"), "host": "host 0", "number": 2}
+        update["processes"][0].pop("identity")
+        answer = client.post("/api/v1/heartbeats", json=update)
+        assert answer.status_code == 200, "what is known of the greedy job is reported all the same"
 
 
 def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:

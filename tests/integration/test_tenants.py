@@ -7,11 +7,14 @@ SECURITY.md: a job's token may not "change, hide or delay what is reported" of a
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,6 +252,41 @@ def test_node_agents_of_one_job_do_not_slow_down_those_of_others(
     reply = victim.send_heartbeat()
     assert reply["interval_s"] < 2.0 and reply["poll_s"] > 10
     report_until_found(server, [victim], "victim")
+
+
+def test_large_heartbeats_of_one_job_do_not_delay_those_of_others(
+    server: Server, victim: JobReporter
+) -> None:
+    """SECURITY.md: "A heartbeat is unpacked and decoded in its turn"."""
+    pairs = b",".join(b'"key%016d":"value"' % number for number in range(1 << 20))
+    packed = gzip.compress(b'{"host":"n","agent":"a","number":1,"extra":{%s}}' % pairs, 1)
+    sent = Counter[int]()
+    stopped = threading.Event()
+
+    def send_large() -> None:
+        with open_client(server, "evil") as client:
+            while not stopped.is_set():
+                headers = {"Content-Encoding": "gzip"}
+                sent[client.post(HEARTBEAT_PATH, content=packed, headers=headers).status_code] += 1
+
+    slowest_s = 0.0
+    with ThreadPoolExecutor(30) as pool:
+        flood = [pool.submit(send_large) for _ in range(30)]
+        try:
+            time.sleep(3.0)
+            victim.job.hang_ranks(2)
+            while list_verdicts(server, "victim") != [FOUND]:
+                victim.send_heartbeat()
+                began_at = time.monotonic()
+                victim.client.get("/healthz").raise_for_status()
+                slowest_s = max(slowest_s, time.monotonic() - began_at)
+                assert began_at - victim.job.late_since < STALL_AFTER_S + 5.0
+        finally:
+            stopped.set()
+    for sender in flood:
+        sender.result()
+    assert sent[200] > 5, sent
+    assert slowest_s < 2.0
 
 
 def test_waiting_agents_of_one_job_leave_room_for_others(

@@ -20,31 +20,43 @@ from .pyspy import PySpy, PySpyError
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
 _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
+_MAX_FAILED_READINGS = 4  # of two for each gap, as on a host whose processors are all in use
 
 
 def mark_device_hold(
     threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
 ) -> tuple[ThreadStack, ...]:
-    """The stacks of a process, with `ThreadStack.device_hold`."""
+    """The stacks of a process, with `ThreadStack.device_hold`, unless too many readings failed."""
     caller = find_calling_thread(threads)
-    hold = 0
+    hold: int | None = 0
     if caller is not None and (tid := pid if caller.main else caller.tid):
         try:
             hold = _read_hold(pid, tid, pyspy)
         except (PySpyError, OSError, ValueError, RuntimeError):  # it has ended, or may not be read
             hold = 0
+    if hold is None:
+        return tuple(threads)
     return tuple(replace(stack, device_hold=hold if stack is caller else 0) for stack in threads)
 
 
-def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int:
+def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int | None:
     code = CodeMap.read(pid, pyspy.proc)
     place = None
+    failed = 0
     for gap_s in _READING_GAPS_S:
         time.sleep(gap_s)
-        if not is_in_driver(pid, tid, code, pyspy.proc):
+        is_inside = is_in_driver(pid, tid, code, pyspy.proc)
+        if is_inside is False:
             return 0
+        failed += is_inside is None
         before, place = place, pyspy.read_place(pid, tid)
-        if before not in (None, place) or not is_in_driver(pid, tid, code, pyspy.proc):
+        if before not in (None, place):
             return 0
+        is_inside = is_in_driver(pid, tid, code, pyspy.proc)
+        if is_inside is False:
+            return 0
+        failed += is_inside is None
+    if failed > _MAX_FAILED_READINGS:
+        return None
     digest = hashlib.blake2b(repr(place).encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1

@@ -72,12 +72,14 @@ class CodeMap:
         return self.names[index] if index >= 0 and address < self.ends[index] else None
 
 
-def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bool:
+def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bool | None:
     """Whether a thread executes code of a GPU's driver or runtime now, or support code that these called.
-    False if it does not run, or cannot be read. Raises OSError if it has ended.
+    False if it does not run; None if it could not be read this time. Raises OSError if it has ended or may
+    not be traced, and NotImplementedError on a machine whose registers are not known.
     """
-    is_known = platform.machine() in _REGISTERS
-    for attempt in range(_ATTEMPTS if is_known else 0):
+    if platform.machine() not in _REGISTERS:
+        raise NotImplementedError(f"registers of {platform.machine()}")
+    for attempt in range(_ATTEMPTS):
         time.sleep(_ATTEMPT_GAP_S if attempt else 0.0)
         # A pause could end a system call in which a thread sleeps.
         if read_thread_stat(pid, tid, proc).state != "R":
@@ -87,13 +89,15 @@ def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bo
         tracer = threading.Thread(target=reading.run, name="tracer", daemon=True)
         tracer.start()
         tracer.join()
+        if reading.is_refused:
+            raise PermissionError(f"thread {tid} may not be traced")
         name = code.find_name(reading.address)
         if name is not None and not _SUPPORT_LIBRARY.match(name):
             return bool(_DRIVER_LIBRARY.match(name))
         # Whether this is the return address is only certain in a function that calls no other one.
         if _DRIVER_LIBRARY.match(code.find_name(reading.caller_address & _ADDRESS_MASK) or ""):
             return True
-    return False
+    return None
 
 
 class _PausedReading:
@@ -101,6 +105,7 @@ class _PausedReading:
 
     def __init__(self, pid: int, tid: int) -> None:
         self.address = self.caller_address = 0  # it could not be read
+        self.is_refused = False
         self._pid, self._tid = pid, tid
         # Its functions keep the GIL, so that no other thread of this process prolongs the pause.
         self._libc = ctypes.PyDLL(None)
@@ -119,7 +124,8 @@ class _PausedReading:
         mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(0, 8)
         ranges = ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1
         status = ctypes.c_int()
-        if self._ptrace(_SEIZE, self._tid, None, None):
+        self.is_refused = self._ptrace(_SEIZE, self._tid, None, None) != 0
+        if self.is_refused:
             return
         try:
             self._ptrace(_INTERRUPT, self._tid, None, None)

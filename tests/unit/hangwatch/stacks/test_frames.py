@@ -10,6 +10,7 @@ from hangwatch.stacks.frames import (
     RECORDER_MODULES,
     find_user_frame,
     is_library,
+    remember_answer,
     waits_for_communication,
     waits_for_work,
 )
@@ -55,3 +56,20 @@ def test_generated_code_is_the_users_line_only_where_there_is_no_other() -> None
     assert find_user_frame((made, TORCH, LINE)) == LINE
     assert find_user_frame((TORCH, made, main)) == made
     assert find_user_frame((TORCH,)) is None
+
+
+def test_deep_stack_is_searched_once() -> None:
+    searched: list[tuple[ThreadStack, str]] = []
+
+    @remember_answer
+    def find_depth(stack: ThreadStack | None, unit: str = "") -> str:
+        if stack is not None:
+            searched.append((stack, unit))
+        return "no stack" if stack is None else f"{len(stack.frames)}{unit}"
+
+    stack, equal, deeper = make_stack(LINE), make_stack(LINE), make_stack(TORCH, LINE)
+    for _ in range(3):
+        assert [find_depth(each) for each in (stack, deeper, None)] == ["1", "2", "no stack"]
+        assert find_depth(stack, " frames") == "1 frames"
+    assert searched == [(stack, ""), (deeper, ""), (stack, " frames")]
+    assert (stack, hash(stack)) == (equal, hash(equal)), "what was found is no part of it"

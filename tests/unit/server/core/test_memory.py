@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import StreamIdentity, StreamUpdate
 from hangwatch.server.core.limits import MAX_MEMORY_BYTES
-from hangwatch.server.core.memory import MIN_SAMPLE_BYTES, drop_samples, find_memory_limit
+from hangwatch.server.core.memory import (
+    MIN_SAMPLE_BYTES,
+    drop_samples,
+    find_largest_family,
+    find_memory_limit,
+)
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import (
+    MAX_FILE_CHARS,
     MAX_FRAMES_KEPT,
+    MAX_FUNCTION_CHARS,
+    MAX_SAMPLE_FRAMES,
     MAX_THREADS_KEPT,
     Process,
     StackSample,
@@ -56,7 +68,8 @@ def add_job(fleet: Fleet, name: str, samples: int, frames: int) -> Process:
     updates = job.make_process_updates(0, full=True)
     beat = heartbeat.Heartbeat(host=name, agent=name, number=1, processes=updates)
     fleet.apply_heartbeat(beat, 0.0)
-    stack = tuple(Frame(function="f", file="t.py", line=n) for n in range(frames))
+    texts = {"function": "f" * MAX_FUNCTION_CHARS, "file": "t" * MAX_FILE_CHARS}
+    stack = tuple(Frame(**texts, line=n) for n in range(frames))
     threads = [
         ThreadStack(thread="MainThread", frames=stack[start : start + 500])
         for start in range(0, frames, 500)
@@ -75,10 +88,10 @@ def test_greediest_job_loses_its_oldest_stacks() -> None:
     """SECURITY.md: "the job with the most loses its oldest stacks first"."""
     fleet = Fleet()
     modest = add_job(fleet, "modest", 4, 30)
-    greedy = [add_job(fleet, f"greedy/{n}", 3, 20_000) for n in range(2)]
-    second = add_job(fleet, "second", 2, 20_000)
+    greedy = [add_job(fleet, f"greedy/{n}", 3, MAX_SAMPLE_FRAMES) for n in range(2)]
+    second = add_job(fleet, "second", 2, MAX_SAMPLE_FRAMES)
     one_sample = second.samples[0].size_bytes
-    assert one_sample > 20_000 * 100
+    assert one_sample > MAX_SAMPLE_FRAMES * (MAX_FUNCTION_CHARS + MAX_FILE_CHARS)
     assert drop_samples(fleet.processes.values(), one_sample) == {"greedy": 1}
     assert drop_samples(fleet.processes.values(), 2 * one_sample) == {"greedy": 2}
     assert sorted(sample.taken_at for process in greedy for sample in process.samples) == [1, 2, 2]
@@ -91,10 +104,56 @@ def test_greediest_job_loses_its_oldest_stacks() -> None:
     assert len(modest.samples) == 4, "a job with few stacks keeps all"
 
 
+def test_largest_job_is_found_by_its_processes_groups_and_calls() -> None:
+    fleet = Fleet()
+    assert find_largest_family(fleet) is None
+    add_job(fleet, "modest", 0, 0)
+    assert find_largest_family(fleet) is None, "all are small"
+
+    def report(name: str, **changes: Any) -> None:
+        job = SimulatedJob(ranks=1, name=name, host=name)
+        (update,) = job.make_process_updates(0, full=True)
+        update = replace(update, **changes)
+        beat = heartbeat.Heartbeat(host=name, agent=name, number=1, processes=(update,))
+        fleet.apply_heartbeat(beat, 0.0)
+
+    def make_streams(count: int, ranks: str, calls: tuple[Call, ...]) -> Iterator[StreamUpdate]:
+        for uid in range(1, count + 1):
+            group = StreamIdentity(kind=StreamKind.COLLECTIVE, name=f"{uid}", desc="", ranks=ranks)
+            yield StreamUpdate(uid, 1, calls=calls, identity=group)
+
+    report("streams", streams=tuple(make_streams(10_000, "0", ())))
+    assert find_largest_family(fleet) == "streams"
+    report("members", streams=tuple(make_streams(3, "0-199999", ())))
+    assert find_largest_family(fleet) == "members"
+    shapes = Signature(op="all_to_all", shapes=((1,) * 1000,) * 1000)
+    report("calls/1", streams=tuple(make_streams(1, "0", (Call(seq=1, signature=shapes),))))
+    assert find_largest_family(fleet) == "calls"
+
+
+def take_sample(*threads: ThreadStack) -> StackSample:
+    reply = heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=threads)
+    return StackSample.from_reply(reply, 0.0)
+
+
 def test_more_frames_than_a_node_agent_sends_are_cut() -> None:
     frames = tuple(Frame(function="f", file="t.py", line=n) for n in range(MAX_FRAMES_KEPT + 1))
-    threads = (ThreadStack(thread="t", frames=frames),) * (MAX_THREADS_KEPT + 1)
-    reply = heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=threads)
-    sample = StackSample.from_reply(reply, 0.0)
-    assert len(sample.threads) == MAX_THREADS_KEPT
+    sample = take_sample(ThreadStack(thread="t", frames=frames))
     assert sample.threads[0].frames == frames[:-1], "the innermost ones are kept"
+    sample = take_sample(*[ThreadStack(thread="t", frames=frames)] * (MAX_THREADS_KEPT + 1))
+    assert len(sample.threads) == MAX_THREADS_KEPT
+    assert sum(len(thread.frames) for thread in sample.threads) == MAX_SAMPLE_FRAMES
+
+
+def test_long_texts_of_frames_are_cut() -> None:
+    long = "/x" * 9999
+    frame = Frame(function=long, file=f"{long}/t.py", line=1, text=long, handler=long, polls=long)
+    usual = Frame(function="f", file="/t.py", line=1, text="wait()")
+    sample = take_sample(ThreadStack(thread=long, frames=(frame, usual), error=long))
+    (thread,) = sample.threads
+    assert thread.frames[1] is usual
+    cut = thread.frames[0]
+    assert cut.file.endswith("/t.py"), "which shows that it is the user's"
+    texts = (cut.function, cut.file, cut.text, cut.handler, cut.polls, thread.thread, thread.error)
+    assert all(text is not None and len(text) <= MAX_FILE_CHARS for text in texts)
+    assert sample.size_bytes > 4 * MAX_FILE_CHARS, "all texts count"

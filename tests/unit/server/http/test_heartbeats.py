@@ -18,9 +18,11 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
+from hangwatch.server.http.access import AgentGrant
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from hangwatch.tracking.tenants import qualify_agent
 
 TOKEN = "a-token-of-the-test"
 BEAT = json.dumps(
@@ -129,3 +131,31 @@ def test_gzip_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Problem) as raised:
             heartbeats.decompress_body(body)
         assert raised.value.status == status
+
+
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+def test_sender_of_a_refused_heartbeat_is_found_in_its_first_kilobytes(coding: str) -> None:
+    """What follows is not decoded: the server has no time for it."""
+    grant, headers = AgentGrant(uid=7), {"content-encoding": coding}
+
+    def find_agent(start: str) -> str | None:
+        body = start.encode() + b'"processes": [' + b" " * 100_000
+        body = gzip.compress(body)[:-9] if coding == "gzip" else body
+        return heartbeats.find_agent(headers, body, grant)
+
+    assert find_agent('{"host": "a", "agent": "agent \\u00e9 1", ') == qualify_agent(
+        grant.tenant, "agent é 1"
+    )
+    assert find_agent(json.dumps({"host": '"agent": "b"', "agent": "c"})[:-1] + ", ") == (
+        qualify_agent(grant.tenant, "c")
+    )
+    assert find_agent('{"host": "a", ') is None
+    assert find_agent('{"agent": "\\x", ') is None
+
+
+def test_request_for_commands_is_short(server: tuple[ASGIApp, AppState]) -> None:
+    app, state = server
+    body = json.dumps({"agent": "a", "other": "x" * limits.POLL.maximum}).encode()
+    response = asyncio.run(send_request(app, "POST", heartbeat.COMMANDS_PATH, body))
+    assert (response.status_code, response.json()["limit"]) == (413, limits.POLL.name)
+    assert state.shared.counters.refusals_by_limit == {limits.POLL.name: 1}

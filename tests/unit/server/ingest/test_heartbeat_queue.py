@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue, QueuedHeartbeat
+from hangwatch.server.ingest.heartbeat_queue import (
+    LONG_S,
+    SLICE_S,
+    HeartbeatQueue,
+    QueuedHeartbeat,
+)
 
 
 @dataclass
@@ -177,7 +182,9 @@ def test_heartbeats_of_one_job_delay_those_of_others_by_one() -> None:
 
 
 def test_heartbeats_with_the_servers_token_take_turns_as_those_of_one_job() -> None:
-    """SECURITY.md: "Jobs that report with the server's token take turns as one job."."""
+    """SECURITY.md: "Jobs that report with the server's token or, without one, as one user share one
+    queue", "bodies that wait for their turn".
+    """
 
     async def submit_all() -> list[int]:
         harness = QueueHarness(ingest_time_s=SLICE_S / 5)
@@ -189,6 +196,34 @@ def test_heartbeats_with_the_servers_token_take_turns_as_those_of_one_job() -> N
 
     ingested = asyncio.run(submit_all())
     assert (ingested.index(1000) <= 10, ingested[-1]) == (True, 1001)
+
+
+def test_job_whose_heartbeat_took_long_waits_for_others() -> None:
+    async def submit_all() -> QueueHarness:
+        harness = QueueHarness(ingest_time_s=10 * LONG_S)
+        greedy = [harness.submit_heartbeat(n, family="greedy") for n in (1, 2)]
+        harness.ingest_time_s = 0.0
+        modest = [await harness.submit_heartbeat(n, family="run7") for n in (3, 4)]
+        assert [reply.interval_s for reply in modest] == [3, 4]
+        assert harness.ingested == [1, 3, 4], "the second heartbeat was there before"
+        await asyncio.gather(*greedy)
+        return harness
+
+    assert asyncio.run(submit_all()).ingested == [1, 3, 4, 2]
+
+
+def test_rest_that_ends_at_any_moment_leaves_no_heartbeat_behind() -> None:
+    async def submit_all(passes: int) -> None:
+        harness = QueueHarness(ingest_time_s=1.0)
+        replies = [harness.submit_heartbeat(n, family="greedy") for n in (1, 2)]
+        harness.ingest_time_s = 0.0
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        harness.queue._end_rest("greedy")
+        await asyncio.wait_for(asyncio.gather(*replies), 0.5)
+
+    for passes in range(3):
+        asyncio.run(submit_all(passes))
 
 
 def test_job_that_floods_the_queue_is_refused_alone() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import limits
 from hangwatch.server.core.limits import read_resident_bytes
@@ -43,6 +44,27 @@ def test_known_processes_are_reported_and_new_ones_refused(
     with pytest.raises(Problem, match="of a server's memory") as refusal:
         check_memory(make_heartbeat(make_process(2), number=3), fleet)
     assert refusal.value.status == limits.MEMORY.status
+
+
+def test_job_that_takes_the_most_of_scarce_memory_may_not_grow() -> None:
+    fleet = Fleet()
+    stream = heartbeat.StreamUpdate(
+        1,
+        1,
+        identity=heartbeat.StreamIdentity(
+            kind=StreamKind.COLLECTIVE, name="0", desc="", ranks="0-1"
+        ),
+    )
+    known = replace(make_process(1, job="greedy/1"), streams=(stream,))
+    check_memory(make_heartbeat(known), fleet)
+    fleet.apply_heartbeat(make_heartbeat(known), 1.0)
+    fleet.restricted_family = "greedy"
+    check_memory(make_heartbeat(known, make_process(2, job="modest"), number=2), fleet)
+    further = replace(known, identity=None, streams=(stream._replace(uid=2),))
+    for grown in (make_process(3, job="greedy/2"), further):
+        with pytest.raises(Problem, match="job 'greedy' takes the most of it") as refusal:
+            check_memory(make_heartbeat(grown, number=3), fleet)
+        assert refusal.value.status == limits.MEMORY.status
 
 
 def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:

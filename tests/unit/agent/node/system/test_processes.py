@@ -379,21 +379,17 @@ def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
 @pytest.mark.parametrize(
     ("state", "tracer", "tracer_status", "is_own"),
     [
-        (
-            "t (tracing stop)",
-            9,
-            f"Tgid: {os.getpid()}\nPPid: 1\n",
-            True,
-        ),  # a thread of this process
-        ("t (tracing stop)", 9, f"Tgid: 9\nPPid: {os.getpid()}\n", True),
-        ("t (tracing stop)", 9, "Tgid: 9\nPPid: 1\n", False),
-        ("t (tracing stop)", 0, "", False),  # it is in another container
-        ("R (running)", 0, "", True),  # the pause has just ended
+        pytest.param("t (tracing stop)", 9, "Tgid: OWN\nPPid: 1\n", True, id="own thread"),
+        pytest.param("t (tracing stop)", 9, "Tgid: 9\nPPid: OWN\n", True, id="own child"),
+        pytest.param("t (tracing stop)", 9, "Tgid: 9\nPPid: 1\n", False, id="another"),
+        pytest.param("t (tracing stop)", 0, "", False, id="in another container"),
+        pytest.param("R (running)", 0, "", True, id="the pause has just ended"),
     ],
 )
 def test_own_tracer(
     tmp_path: Path, state: str, tracer: int, tracer_status: str, is_own: bool
 ) -> None:
+    tracer_status = tracer_status.replace("OWN", str(os.getpid()))
     for pid, status in ((7, f"State: {state}\nTracerPid: {tracer}\n"), (9, tracer_status)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "status").write_text(status)
