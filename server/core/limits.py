@@ -87,6 +87,10 @@ UNAUTHENTICATED = Limit(
     429,
 )
 BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
+# Eight heartbeats of the largest size of one job; a host with eight busy ranks sends a hundredth of one.
+BODIES = Limit(
+    "request_bodies", 256 << 20, "bytes", "of heartbeats that arrive or wait for their turn", 503
+)
 POLL = Limit("poll_body", 4096, "bytes", "of the body of a request for commands")
 LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")

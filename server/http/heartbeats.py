@@ -14,8 +14,9 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -72,6 +73,8 @@ class AgentEndpoint:
 
     watch: Watch
     authenticator: Authenticator
+    # The bytes of the heartbeats that arrive or wait, of each family of jobs.
+    _bodies: Counter[str] = field(default_factory=Counter)
 
     async def post_heartbeat(self, request: Request) -> Response:
         answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
@@ -80,15 +83,18 @@ class AgentEndpoint:
             if not answered.done():
                 answered.set_result(response)
 
-        headers, body, grant = await self._receive(request, HEARTBEAT_PATH, limits.BODY)
-        self._submit_heartbeat(headers, body, grant, respond)
-        return await answered
+        headers, size, grant = self._check_head(request, HEARTBEAT_PATH, limits.BODY)
+        with self._account_body(get_family(grant.job or ""), size):
+            body = await self._read_body(request, grant, limits.BODY)
+            self._submit_heartbeat(headers, body, grant, respond)
+            return await answered
 
     async def post_poll(self, request: Request) -> Response:
         """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
         reply to a heartbeat.
         """
-        headers, body, grant = await self._receive(request, COMMANDS_PATH, limits.POLL)
+        headers, _, grant = self._check_head(request, COMMANDS_PATH, limits.POLL)
+        body = await self._read_body(request, grant, limits.POLL)
         agent = decode_agent(unpack_body(headers, body), grant)
         if agent is None:
             raise Problem(422, 'the body must name the node agent: {"agent": ID}')
@@ -113,13 +119,16 @@ class AgentEndpoint:
 
     async def get_proof(self, request: Request) -> Response:
         """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
-        await self._receive(request, PROOF_PATH, limits.POLL)
+        _, _, grant = self._check_head(request, PROOF_PATH, limits.POLL)
+        await self._read_body(request, grant, limits.POLL)
         return AgentReply({})
 
-    async def _receive(
+    def _check_head(
         self, request: Request, path: str, limit: limits.Limit
-    ) -> tuple[dict[str, str], bytes, AgentGrant]:
-        """The first header of each name, the body as it was sent, and what the sender may send."""
+    ) -> tuple[dict[str, str], int, AgentGrant]:
+        """The first header of each name, the most bytes that the body may have, and what the sender may
+        send.
+        """
         # A dozen look-ups in starlette's `Headers` take longer than a heartbeat.
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
@@ -128,12 +137,29 @@ class AgentEndpoint:
         grant = self.authenticator.check_agent(request.scope, headers, path)
         _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
-        if content_length.isdecimal():
-            limit.check(int(content_length), remedy=_SIZE_REMEDY)
+        size = int(content_length) if content_length.isdecimal() else limit.maximum
+        limit.check(size, remedy=_SIZE_REMEDY)
+        return headers, size, grant
+
+    async def _read_body(self, request: Request, grant: AgentGrant, limit: limits.Limit) -> bytes:
+        """The body as it was sent."""
         body = await read_body(request.receive, limit, _SIZE_REMEDY)
         if grant.signed is not None and not grant.signed.has_body(body):
             raise Problem(401, "the request's body is not the one that was signed")
-        return headers, body, grant
+        return body
+
+    @contextlib.contextmanager
+    def _account_body(self, family: str, size: int) -> Iterator[None]:
+        """Raises Problem if heartbeats of this or all families together take too much memory."""
+        total = self._bodies.total() + size
+        limits.BODIES.check_share(self._bodies[family] + size, total, family)
+        self._bodies[family] += size
+        try:
+            yield
+        finally:
+            self._bodies[family] -= size
+            if not self._bodies[family]:
+                del self._bodies[family]
 
     def _submit_heartbeat(
         self,

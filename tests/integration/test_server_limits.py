@@ -22,7 +22,12 @@ import pytest
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.codec import encode_message
-from hangwatch.protocol.heartbeat import StackReply, StreamIdentity, StreamUpdate
+from hangwatch.protocol.heartbeat import (
+    HEARTBEAT_PATH,
+    StackReply,
+    StreamIdentity,
+    StreamUpdate,
+)
 from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
 from tests.harness.processes import read_cpu_s, read_resident_mb
@@ -90,6 +95,37 @@ def test_endless_head_costs_no_memory(server: Server, client: httpx.Client, head
     with bounded_growth(server):
         assert send_until_closed(server, head, b"x: " + b"y" * 60_000 + b"\r\n") < 64 << 20
     assert read_refusals(client, limits.HEAD) == before + 1
+
+
+def test_bodies_that_arrive_are_limited_together(server: Server, client: httpx.Client) -> None:
+    """Each is as large as a heartbeat may be, and never complete.
+
+    SECURITY.md: "those that arrive or wait may take 256 MiB together".
+    """
+    before = read_refusals(client, limits.BODIES)
+    length = limits.BODY.maximum
+    share = limits.BODIES.find_share(0, 0) // length
+    head = f"POST {HEARTBEAT_PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
+    parts = urlsplit(server.url)
+    with (
+        bounded_growth(server, share * length / 1e6 + MAX_GROWTH_MB),
+        contextlib.ExitStack() as opened,
+    ):
+        for number in range(2 * share):
+            connection = socket.create_connection((parts.hostname or "", parts.port or 0))
+            opened.enter_context(connection)
+            connection.sendall(head.encode())
+            if number < share:
+                connection.sendall(b" " * (length - 1))
+            else:
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 503")
+        assert read_refusals(client, limits.BODIES) == before + share
+    wait_for_value(lambda: is_accepted(client), "that a heartbeat is accepted again")
+
+
+def is_accepted(client: httpx.Client) -> bool:
+    beat = make_heartbeat(agent="after the others")
+    return client.post(HEARTBEAT_PATH, json=beat).status_code == 200
 
 
 def test_reset_connections_cost_no_memory(server: Server) -> None:

@@ -16,7 +16,7 @@ from hangwatch.model.ranks import ThreadStack
 from hangwatch.stacks.activities import find_calling_thread
 
 from ..system.native_code import CodeMap, is_in_driver
-from .pyspy import PySpy, PySpyError
+from .pyspy import PySpy, PySpyError, ThreadPlace
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
 _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
@@ -41,22 +41,16 @@ def mark_device_hold(
 
 def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int | None:
     code = CodeMap.read(pid, pyspy.proc)
-    place = None
-    failed = 0
+    places: set[ThreadPlace] = set()
+    readings: list[bool | None] = []
     for gap_s in _READING_GAPS_S:
         time.sleep(gap_s)
-        is_inside = is_in_driver(pid, tid, code, pyspy.proc)
-        if is_inside is False:
+        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        places.add(pyspy.read_place(pid, tid))
+        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        if False in readings or len(places) > 1:
             return 0
-        failed += is_inside is None
-        before, place = place, pyspy.read_place(pid, tid)
-        if before not in (None, place):
-            return 0
-        is_inside = is_in_driver(pid, tid, code, pyspy.proc)
-        if is_inside is False:
-            return 0
-        failed += is_inside is None
-    if failed > _MAX_FAILED_READINGS:
+    if readings.count(None) > _MAX_FAILED_READINGS:
         return None
-    digest = hashlib.blake2b(repr(place).encode(errors="replace"), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(places).encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1

@@ -183,7 +183,7 @@ def test_heartbeats_of_one_job_delay_those_of_others_by_one() -> None:
 
 def test_heartbeats_with_the_servers_token_take_turns_as_those_of_one_job() -> None:
     """SECURITY.md: "Jobs that report with the server's token or, without one, as one user share one
-    queue", "bodies that wait for their turn".
+    queue", "Receiving a request and checking its signature takes CPU time".
     """
 
     async def submit_all() -> list[int]:
