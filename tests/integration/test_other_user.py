@@ -341,7 +341,9 @@ def test_server_that_runs_as_a_user_of_its_own(
     SECURITY.md: "everything, without a token if the server listens on loopback", "The `hangwatch` command
     does not send it to another user's process on this machine".
     """
-    command = ("setpriv", f"--reuid={OTHER_UID}", "--clear-groups", str(COMMAND))
+    # The folder in which hangwatch is installed may be closed to other users.
+    caps = [f"--{kind}-caps=+dac_read_search" for kind in ("inh", "ambient")]
+    command = ("setpriv", f"--reuid={OTHER_UID}", "--clear-groups", *caps, str(COMMAND))
     folders = [shared_folder / name for name in ("without token", "with token")]
     for folder in folders:
         folder.mkdir()
