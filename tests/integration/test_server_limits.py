@@ -348,6 +348,12 @@ def test_greedy_job_loses_its_own_stacks(tmp_path: Path) -> None:
         assert "stacks of job victim" not in server.read_log()
 
 
+def shows_deep_stack(server: Server) -> bool:
+    listed = server.get_items("incidents", job="greedy")
+    stacks = [s for i in listed for s in server.get(f"incidents/{i['id']}")["stacks"]]
+    return any(len(stack["frames"]) == 500 for stack in stacks)
+
+
 def test_greedy_job_delays_nobody(tmp_path: Path) -> None:
     """While a job's stacks arrive and are diagnosed, the server answers, and reports others' hangs."""
     slowest_s = {"/healthz": 0.0, "/ranks": 0.0}
@@ -364,9 +370,7 @@ def test_greedy_job_delays_nobody(tmp_path: Path) -> None:
                     slowest_s[page] = max(slowest, time.monotonic() - began_at)
             assert time.monotonic() - job.late_since < server.stall_after_s + 5.0
             reporter.end_job()
-        (listed,) = server.get_items("incidents", job="greedy")
-        greedy = server.get(f"incidents/{listed['id']}")
-        assert any(len(stack["frames"]) == 500 for stack in greedy["stacks"])
+        wait_for_value(lambda: shows_deep_stack(server), "the greedy job's deep stacks")
     assert slowest_s["/healthz"] < 1.0
     assert slowest_s["/ranks"] < 2.0
 
