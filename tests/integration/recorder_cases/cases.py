@@ -290,6 +290,7 @@ def threads_without_frames():
     """Calls that no frame of Python's makes, as autograd's threads for devices do under DDP."""
     barrier = torch.ops.c10d.barrier.default._op
     reader, deadline = open_ring(), time.monotonic() + 10
+    threads = _thread._count()
     for number in range(1, 5):
         if number < 4:
             _thread.start_new_thread(
@@ -303,7 +304,8 @@ def threads_without_frames():
                 for s in reader.read_snapshot(0).streams
                 if s.kind is StreamKind.COLLECTIVE
             ]
-            if entered == [number]:
+            # A thread that is still in the call when Python exits would end the process.
+            if entered == [number] and _thread._count() == threads:
                 break
             time.sleep(0.01)
 
