@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import native
+from tests.harness.depth import choose_seed, draw_recorder
 from tests.harness.processes import clean_environment, clean_up_job
 
 LOSSES_SCRIPT = Path(__file__).with_name("recorder_cases") / "losses.py"
@@ -51,11 +52,11 @@ EXPECTED: dict[str, tuple[list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("recorder", ["python", "native"])
 @pytest.mark.parametrize("case", EXPECTED)
 def test_streams_that_miss_a_call_are_marked(
-    case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    recorder = draw_recorder(case, choose_seed())
     env = clean_environment(
         **native.recorder_env(recorder, tmp_path_factory), HANGWATCH_URL="http://127.0.0.1:9",
         HANGWATCH_RUN_DIR=str(tmp_path), RANK="0", WORLD_SIZE="2",

@@ -90,6 +90,7 @@ COLLECTIVES: dict[str, list[str]] = {
     "blocked_in_the_operator": ["all_reduce"] * 30 + ["monitored_barrier"],
     "subgroups": [],  # in other groups only
 }
+WITHOUT_FRAMES = "threads_without_frames"
 # Messages each way: the stages exchange shapes first (size of the size, size, contents), then a
 # tensor per microbatch and step.
 MESSAGE_COUNTS = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}
@@ -135,13 +136,6 @@ def recorder(
     return native.recorder_env(request.param, tmp_path_factory)
 
 
-def run_case(
-    name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str
-) -> list[dict[str, Any]]:
-    """Returns what each of the two ranks read from its own ring."""
-    return run_cases([name], folder, server, recorder, name, **env)[name]
-
-
 def run_cases(
     names: list[str],
     folder: Path,
@@ -184,37 +178,27 @@ def select_calls(ring: dict[str, Any], kind: str, desc: str = "default_pg") -> l
 
 
 def test_each_call_is_recorded_once(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
+    tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path
 ) -> None:
-    names = sorted(set(COLLECTIVES) - {"own_backend", "declared", "unknown_operators", "subgroups"})
-    rings_by_case = run_cases([*names, "subgroups"], tmp_path, server, recorder, "cases")
-    for name in names:
+    names = [*sorted(COLLECTIVES), WITHOUT_FRAMES]
+    title, env = "cases", {"EXTENSION": str(extension)}
+    rings_by_case = run_cases(names, tmp_path, server, recorder, title, **env)
+    for name in COLLECTIVES.keys() - {"subgroups"}:
         for ring in rings_by_case[name]:
             check_calls(name, ring)
     check_arguments(rings_by_case["every_collective"])
     check_groups(rings_by_case["subgroups"])
-    check_api([*names, "subgroups"], job_name("cases", recorder), server)
-
-
-def test_unknown_backend_is_recorded(
-    tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path
-) -> None:
-    for ring in run_case("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
-        check_calls("own_backend", ring)
-    check_api(["own_backend"], job_name("own_backend", recorder), server)
-
-
-def test_thread_without_python_frame(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
-) -> None:
-    for ring in run_case("threads_without_frames", tmp_path, server, recorder):
-        assert [call["op"] for call in select_calls(ring, "collective")] == ["barrier"] * 4
+    check_unknown_operators(rings_by_case["unknown_operators"])
+    check_declarations(rings_by_case["declared"])
+    check_threads_without_frames(rings_by_case[WITHOUT_FRAMES])
+    check_api(rings_by_case, job_name(title, recorder), server)
 
 
 def test_thread_without_python_frame_with_checks(tmp_path: Path, server: Server) -> None:
     python = {"HANGWATCH_RECORDER": "python", "HANGWATCH_CHECKS": "nonfinite"}
-    for ring in run_case("threads_without_frames", tmp_path, server, python):
-        assert [call["op"] for call in select_calls(ring, "collective")] == ["barrier"] * 4
+    names = [WITHOUT_FRAMES]
+    rings_by_case = run_cases(names, tmp_path, server, python, WITHOUT_FRAMES)
+    check_threads_without_frames(rings_by_case[WITHOUT_FRAMES])
 
 
 def check_calls(name: str, ring: dict[str, Any]) -> None:
@@ -236,8 +220,8 @@ def check_calls(name: str, ring: dict[str, Any]) -> None:
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished
 
 
-def check_api(names: list[str], job: str, server: Server) -> None:
-    """The server shows the same counts."""
+def check_api(rings_by_case: dict[str, list[dict[str, Any]]], job: str, server: Server) -> None:
+    """The server shows the same counts, and no mismatch where arguments of unknown operators differ."""
 
     def read_counts() -> set[tuple[int, int]]:
         groups = [g for g in server.get_items("groups", job=job) if g["desc"] == "default_pg"]
@@ -245,8 +229,19 @@ def check_api(names: list[str], job: str, server: Server) -> None:
             (member["rank"], member["entered"]) for group in groups for member in group["members"]
         }
 
-    wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2) for name in names}
+    wanted = {
+        (rank, len(select_calls(ring, "collective")))
+        for rings in rings_by_case.values()
+        for rank, ring in enumerate(rings)
+    }
     assert wait_until(lambda: read_counts() == wanted, 10.0), f"{read_counts()}, not {wanted}"
+    incidents = server.get_items("incidents", job=job)
+    assert "mismatch" not in [incident["kind"] for incident in incidents]
+
+
+def check_threads_without_frames(rings: list[dict[str, Any]]) -> None:
+    for ring in rings:
+        assert [call["op"] for call in select_calls(ring, "collective")] == ["barrier"] * 4
 
 
 def check_arguments(rings: list[dict[str, Any]]) -> None:
@@ -267,12 +262,9 @@ def check_arguments(rings: list[dict[str, Any]]) -> None:
         assert {call["function"] for call in by_op.values()} == {"every_collective"}
 
 
-def test_unknown_operators_are_recorded_generically(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
-) -> None:
-    name = "unknown_operators"
-    for rank, ring in enumerate(run_case(name, tmp_path, server, recorder)):
-        check_calls(name, ring)
+def check_unknown_operators(rings: list[dict[str, Any]]) -> None:
+    """They are recorded generically."""
+    for rank, ring in enumerate(rings):
         calls = select_calls(ring, "collective")
         own_shape = [1 + rank, 2]
         assert [call["shapes"] for call in calls] == [
@@ -285,8 +277,6 @@ def test_unknown_operators_are_recorded_generically(
         assert [call["dtype"] for call in calls] == ["float32"] * 5
         (stream,) = [s for s in ring["streams"] if s["kind"] == "collective"]
         assert stream["completed"] == stream["entered"] == len(calls)
-    check_api([name], job_name(name, recorder), server)
-    assert server.get_items("incidents", job=job_name(name, recorder)) == []
 
 
 def check_groups(rings: list[dict[str, Any]]) -> None:
@@ -298,11 +288,8 @@ def check_groups(rings: list[dict[str, Any]]) -> None:
         assert not select_calls(ring, "collective", f"alone{1 - rank}")
 
 
-def test_declared_phases_steps_and_collectives(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
-) -> None:
-    for ring in run_case("declared", tmp_path, server, recorder):
-        check_calls("declared", ring)
+def check_declarations(rings: list[dict[str, Any]]) -> None:
+    for ring in rings:
         ops_by_group = {
             desc: [c["op"] for c in select_calls(ring, "collective", desc)]
             for desc in ("everyone", "mpi", "nested", "declared")
