@@ -345,6 +345,22 @@ class Process:
             for own in own_groups
         )
 
+    def has_destroyed(self, group: Group) -> bool:
+        """Whether it has destroyed the group, so that no call on it blocks the process any more."""
+        is_torch_group = not (group.is_declared or group.foreign)
+        return is_torch_group and self.lifecycle is Lifecycle.DESTROYED and self.has_left(group)
+
+    def _has_replaced(self, group: Group) -> bool:
+        """Whether it has made a world anew since, for which it destroyed the group."""
+        if group.is_declared or group.foreign:
+            return False
+        return any(
+            other.group.generation > group.generation
+            and other.group.world_size == group.world_size
+            and not (other.group.is_declared or other.group.foreign)
+            for other in self.streams.values()
+        )
+
     def refresh_streams(self) -> None:
         """Updates what is derived from `streams`. The host may still be in the newest call, even if its
         device has completed all that was queued.
@@ -357,6 +373,8 @@ class Process:
                 unfinished.append(stream)
         self.newest_call_at = newest_call_at
         unfinished = [s for s in unfinished if s.entered_at >= newest_call_at or not s.is_executed]
+        # Of some calls, such as gloo's reduce_scatter, it is never known that they are complete.
+        unfinished = [s for s in unfinished if not self._has_replaced(s.group)]
         self.unfinished_streams = tuple(unfinished)
         self.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 

@@ -178,10 +178,16 @@ class ScriptedJob:
 
     def make_call(
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
-        line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: Any,
+        line: int = 10, backend: str = "gloo", thread: int = 0, generation: int = 1, **arguments: Any,
     ) -> None:  # fmt: skip
         """The rank enters a call now, and completes it if ``done``."""
-        members = Group(name=group, desc=group, ranks=self.groups[group], backend=backend)
+        members = Group(
+            name=group,
+            desc=group,
+            ranks=self.groups[group],
+            backend=backend,
+            generation=generation,
+        )
         stream = self._open_stream(rank, group, StreamKind.COLLECTIVE, members)
         signature = make_signature(op, **arguments)
         self._enter_call(stream, signature, done, blocking, line, thread)

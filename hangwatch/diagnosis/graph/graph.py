@@ -459,7 +459,11 @@ class _GraphBuilder:
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
     """The streams whose newest call was entered ``before`` then and may be unfinished."""
-    return [s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0]
+    return [
+        s
+        for s in process.unfinished_streams
+        if s.entered_at <= before and s.entered > 0 and not process.has_destroyed(s.group)
+    ]
 
 
 def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:

@@ -251,3 +251,26 @@ def test_end_after_groups_were_destroyed_is_no_failure() -> None:
     job.end_process(0, signal=signal.SIGKILL)
     job.advance_time(5)
     assert job.list_due_verdicts() == []
+
+
+@pytest.mark.parametrize("lifecycle", [Lifecycle.INITIALISED, Lifecycle.DESTROYED])
+def test_unfinished_call_of_a_destroyed_group_is_no_wait(lifecycle: Lifecycle) -> None:
+    """Of gloo's reduce_scatter it is never known that it is complete. A rank that destroyed the group takes
+    long to end, or is in its next world.
+    """
+    job = ScriptedJob(2)
+    job.make_calls(done=True)
+    job.make_calls("reduce_scatter", done=False, blocking=False)
+    job.send_heartbeats()
+    job.advance_time(5.0)
+    for rank in (0, 1):
+        job.ranks[rank].lifecycle = lifecycle
+    if lifecycle is Lifecycle.INITIALISED:
+        job.add_group("next", (0, 1))
+        job.make_calls(group="next", generation=2)
+    job.send_heartbeats()
+    job.advance_time(1.0)
+    job.end_process(0, status=0)
+    for _ in range(20):
+        job.advance_time(1.0)
+        assert job.list_due_verdicts() == []
