@@ -23,9 +23,8 @@ from ..core.turns import TurnQueue
 log = logging.getLogger("hangwatch")
 
 SLICE_S = 0.005  # the time for which numerous work, such as heartbeats, may block the event loop
-LONG_S = (
-    10 * SLICE_S
-)  # a heartbeat that takes longer is one of thousands of new process groups or calls
+# A heartbeat that takes longer is one of thousands of new process groups or calls.
+LONG_S = 10 * SLICE_S
 
 T = TypeVar("T")
 
