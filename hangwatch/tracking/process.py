@@ -336,30 +336,25 @@ class Process:
             return True
         if self.lifecycle < Lifecycle.DESTROYED or group.foreign:
             return False
-        groups = [stream.group for stream in self.streams.values()]
-        own_groups = [g for g in groups if not g.is_declared and not g.foreign]
-        if group.is_declared or not own_groups:
+        newest = self._find_newest_generations()
+        if group.is_declared or not newest:
             return True
-        return any(
-            own.world_size == group.world_size and own.generation >= group.generation
-            for own in own_groups
-        )
+        return newest.get(group.world_size, -1) >= group.generation
 
     def has_destroyed(self, group: Group) -> bool:
         """Whether it has destroyed the group, so that no call on it blocks the process any more."""
         is_torch_group = not (group.is_declared or group.foreign)
         return is_torch_group and self.lifecycle is Lifecycle.DESTROYED and self.has_left(group)
 
-    def _has_replaced(self, group: Group) -> bool:
-        """Whether it has made a world anew since, for which it destroyed the group."""
-        if group.is_declared or group.foreign:
-            return False
-        return any(
-            other.group.generation > group.generation
-            and other.group.world_size == group.world_size
-            and not (other.group.is_declared or other.group.foreign)
-            for other in self.streams.values()
-        )
+    def _find_newest_generations(self) -> dict[int, int]:
+        """The newest generation of its worlds of each size."""
+        newest: dict[int, int] = {}
+        for stream in self.streams.values():
+            group = stream.group
+            if not (group.is_declared or group.foreign):
+                generation = newest.get(group.world_size, group.generation)
+                newest[group.world_size] = max(generation, group.generation)
+        return newest
 
     def refresh_streams(self) -> None:
         """Updates what is derived from `streams`. The host may still be in the newest call, even if its
@@ -373,8 +368,17 @@ class Process:
                 unfinished.append(stream)
         self.newest_call_at = newest_call_at
         unfinished = [s for s in unfinished if s.entered_at >= newest_call_at or not s.is_executed]
-        # Of some calls, such as gloo's reduce_scatter, it is never known that they are complete.
-        unfinished = [s for s in unfinished if not self._has_replaced(s.group)]
+        if unfinished:
+            # It is never known that some calls, such as gloo's reduce_scatter, are complete. But a group is
+            # destroyed before its world is made anew.
+            newest = self._find_newest_generations()
+            unfinished = [
+                s
+                for s in unfinished
+                if s.group.is_declared
+                or s.group.foreign
+                or s.group.generation >= newest[s.group.world_size]
+            ]
         self.unfinished_streams = tuple(unfinished)
         self.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 
