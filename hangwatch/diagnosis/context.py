@@ -88,7 +88,7 @@ class EvidenceRequest:
 
     rank: int
     stacks: bool = False
-    device: bool = False  # its stacks, and whether its device holds its calling thread
+    device: bool = False  # the stacks, and whether the device holds the calling thread
     hardware: bool = False
     since: float = field(default=0.0, compare=False)
     stream_uid: int = 0

@@ -68,4 +68,4 @@ def limit_texts(value: T, max_chars: int) -> T:
         names = [member.name for member in dataclasses.fields(value)]
         texts = {name: limit_texts(getattr(value, name), max_chars) for name in names}
         limited = dataclasses.replace(value, **texts)
-    return limited  # type: ignore[no-any-return] # of the same type, but for the length
+    return limited  # type: ignore[no-any-return] # the value has the same type

@@ -130,7 +130,7 @@ def _limit_frame(frame: Frame) -> Frame:
     text, handler, polls = [text and text[:MAX_FILE_CHARS] for text in texts]
     return Frame(
         function=frame.function[:MAX_FUNCTION_CHARS],
-        file=frame.file[-MAX_FILE_CHARS:],  # its end says what it is
+        file=frame.file[-MAX_FILE_CHARS:],  # the end says what the file is
         line=frame.line,
         text=text,
         handler=handler,

@@ -69,7 +69,7 @@ class WatchedProcess:
     flight_reader: FlightFileReader | None = None
     is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
     is_refused: bool = False  # the server refused what its ring holds, which is not read any more
-    is_left_out: bool = False  # it was refused without its ring, too, and is not reported
+    is_left_out: bool = False  # the server refused it without its ring, too: it is not reported
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
     _ring_inode: int = 0  # the file that the history is of

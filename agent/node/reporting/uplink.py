@@ -43,7 +43,9 @@ CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
-_PROCESS_ERROR = re.compile(r"at `\$\.processes\[(\d{1,6})\]")  # as the server names its place
+_PROCESS_ERROR = re.compile(
+    r"at `\$\.processes\[(\d{1,6})\]"
+)  # the server names the place of an error so
 _UNPROVEN_INTERVAL_S = 0.5  # the shortest interval between heartbeats to a server that is not known
 _MAX_CPU_SHARE = 0.05  # the part of a core that replies of such a server may take
 _MAX_BACKOFF_S = 10.0
@@ -62,7 +64,7 @@ class HeartbeatOutcome:
     reply: HeartbeatReply | None = None
     problem: str = ""
     is_refused: bool = False  # the server would refuse the same heartbeat again
-    refused_key: str = ""  # of the process in whose update the server refuses a value
+    refused_key: str = ""  # names the process in whose update the server refuses a value
     is_misdirected: bool = False  # another server may take it
     retry_after_s: float = 0.0  # the backoff that the server requests
     # When it was sent and answered, on this host's monotonic clock.

@@ -20,7 +20,8 @@ from .pyspy import PySpy, PySpyError, ThreadPlace
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
 _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
-_MAX_FAILED_READINGS = 4  # of two for each gap, as on a host whose processors are all in use
+# There are two for each gap. Some fail on a host whose processors are all in use.
+_MAX_FAILED_READINGS = 4
 
 
 def mark_device_hold(
@@ -32,7 +33,12 @@ def mark_device_hold(
     if caller is not None and (tid := pid if caller.main else caller.tid):
         try:
             hold = _read_hold(pid, tid, pyspy)
-        except (PySpyError, OSError, ValueError, RuntimeError):  # it has ended, or may not be read
+        except (
+            PySpyError,
+            OSError,
+            ValueError,
+            RuntimeError,
+        ):  # the process has ended, or may not be read
             hold = 0
     if hold is None:
         return tuple(threads)

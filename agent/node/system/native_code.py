@@ -30,11 +30,11 @@ _SET_TIMER_SLACK = 29  # prctl(2): the most, in nanoseconds, that a sleep may la
 # the return address of a function that calls no other one; 0: that is the first word of the stack.
 _REGISTERS = {"x86_64": (16, 19, 0), "aarch64": (32, 31, 30)}
 _MAX_REGISTERS = 64
-_ADDRESS_MASK = (1 << 48) - 1  # without the signature that ARM may add to a return address
+_ADDRESS_MASK = (1 << 48) - 1  # removes the signature that ARM may add to a return address
 # A thread that computes stops in microseconds if it has a CPU; one in a long system call does not.
 _STOP_TIMEOUT_S = 0.003
 _BUSY_POLLS = 100
-_POLL_INTERVAL_US = 10  # it may need this CPU to stop
+_POLL_INTERVAL_US = 10  # the thread may need this CPU to stop
 _ATTEMPTS, _ATTEMPT_GAP_S = 50, 0.002
 
 # Libraries that have no purpose of their own: the thread is in what called them.
@@ -50,7 +50,7 @@ class CodeMap:
 
     starts: list[int]
     ends: list[int]
-    names: list[str]  # of their files, without the folder; empty for code without a file
+    names: list[str]  # the files without their folders; empty for code without a file
 
     @classmethod
     def read(cls, pid: int, proc: str = PROC_ROOT) -> CodeMap:
@@ -104,7 +104,7 @@ class _PausedReading:
     """The address of the code that one thread executes, and the one to which that may return."""
 
     def __init__(self, pid: int, tid: int) -> None:
-        self.address = self.caller_address = 0  # it could not be read
+        self.address = self.caller_address = 0  # 0: this could not be read
         self.is_refused = False
         self._pid, self._tid = pid, tid
         # Its functions keep the GIL, so that no other thread of this process prolongs the pause.

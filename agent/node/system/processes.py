@@ -218,7 +218,7 @@ def is_traced_by_own(pid: int, proc: str = PROC_ROOT) -> bool:
         tracer = status.get("TracerPid", "0")
         if tracer == "0":  # none, or one in another container
             return not status.get("State", "").startswith("t")
-        tracer_status = read_status(tracer, proc)  # of the thread that traces
+        tracer_status = read_status(tracer, proc)  # the thread that traces has one
         return str(os.getpid()) in (tracer_status.get("Tgid"), tracer_status.get("PPid"))
     except OSError:  # one of them has ended
         return False

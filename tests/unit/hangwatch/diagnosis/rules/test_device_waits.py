@@ -11,8 +11,8 @@ from hangwatch.model.ranks import Frame
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.scripted_job import ScriptedJob
 
-READS_LOSS = Frame(function="read_loss", file="/work/train.py", line=12, text="return x.item()")
-MAIN = Frame(function="main", file="/work/train.py", line=30)
+READS_LOSS = Frame(function="read_loss", file="/job/train.py", line=12, text="return x.item()")
+MAIN = Frame(function="main", file="/job/train.py", line=30)
 STALL_AFTER_S = 10
 
 
@@ -101,7 +101,7 @@ def test_rank_of_older_node_agent_is_slow() -> None:
 def test_rank_that_continues_after_its_wait_is_slow() -> None:
     job = make_waiting_job()
     run_job(job, [7], STALL_AFTER_S + 2)
-    elsewhere = Frame(function="tokenize", file="/work/train.py", line=20, text="encode(x)")
+    elsewhere = Frame(function="tokenize", file="/job/train.py", line=20, text="encode(x)")
     job.report_stack(1, elsewhere, MAIN)
     job.advance_time(STALL_AFTER_S)
     (verdict,) = job.list_due_verdicts()
