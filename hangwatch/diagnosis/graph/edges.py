@@ -65,6 +65,10 @@ class BlockedCall:
         """Whether any one of the awaited ranks can end the wait."""
         return receives_from_any(self.stream)
 
+    def is_entered_by(self, awaited_rank: int) -> bool:
+        """Whether an awaited rank has entered the call as well. It cannot complete it, see `WaitResolver`."""
+        return has_entered(self.stream, awaited_rank, self.awaited[awaited_rank])
+
     def make_wait(self, on_rank: int) -> Wait:
         name = self.stream.group.name
         return Wait(rank=self.rank, on_rank=on_rank, group=name, seq=self.awaited[on_rank])
@@ -115,6 +119,13 @@ def get_op_name(stream: CallStream, seq: int | None = None) -> str:
     """The operation of call ``seq``, or of the newest call."""
     call = stream.calls.get(stream.entered if seq is None else seq)
     return call.signature.op if call is not None else stream.op or "a collective"
+
+
+def has_entered(stream: CallStream, rank: int, seq: int) -> bool:
+    """Whether a member of the stream's group is known to have entered call ``seq`` of a collective."""
+    state = stream.group_state
+    member = None if state is None else state.all_members.get(rank)
+    return member is not None and stream.loss is member.loss is None and member.entered >= seq
 
 
 def can_communicate(process: Process) -> bool:

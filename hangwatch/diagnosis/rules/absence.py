@@ -18,7 +18,7 @@ from ..context import (
     find_last_site,
     find_newest_sample,
 )
-from ..graph.edges import WaitEdge
+from ..graph.edges import WaitEdge, has_entered
 from ..graph.progress import (
     find_working_threads,
     get_transfer_rate,
@@ -140,6 +140,7 @@ def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
     has_ended = process is None or not process.is_alive
     did = "finished" if has_ended else "destroyed the process group"
     have, they = ("have", "they") if len(verdict.culprits) > 1 else ("has", "it")
+    entered = tuple(rank for rank in verdict.culprits if has_entered(edge.stream, rank, edge.seq))
     summary = (
         f"{describe_ranks(verdict.culprits)} {have} {did} while"
         f" {format_waiter_count(len(verdict.waiting))} in {edge.op}"
@@ -149,6 +150,12 @@ def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
         f"The others made one more call than {they} did: look for uneven data or a loop that ends"
         " early."
     )
+    if entered:
+        subject = they if len(entered) == len(verdict.culprits) else describe_ranks(entered)
+        advice = (
+            f"{subject.capitalize()} had entered this call, too, and did not wait for its completion: wait"
+            " for asynchronous calls before the script ends."
+        )
     return summary, advice
 
 

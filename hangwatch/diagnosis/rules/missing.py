@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
@@ -374,11 +375,14 @@ class _ChainEnds:
         if kind is VerdictKind.FROZEN_RANK:
             process = context.processes[culprits[0]]
             is_immediate = process.freeze_reason(context.now) is FreezeReason.STOPPED
+        # Whether any of them waits is only a guess; a stack sample would show it.
+        is_guess = bool(waiting) and context.graph.uncertain_ranks.issuperset(waiting)
         limit_s = context.limits.stall_after_s
-        if is_immediate:
+        if is_guess and kind is VerdictKind.EXITED_RANK and self._have_entered(ranks):
+            limit_s = inf  # some backends never report that an asynchronous call is complete
+        elif is_immediate:
             limit_s = max(context.limits.settle_s, MIN_WAIT_S)
-        elif waiting and context.graph.uncertain_ranks.issuperset(waiting):
-            # Whether any of them waits is only a guess; a stack sample would show it.
+        elif is_guess:
             limit_s *= 2
         is_any_slow = VerdictKind.SLOW_RANK in ranks_by_kind
         if kind is VerdictKind.MISSING_RANK and any(
@@ -408,6 +412,14 @@ class _ChainEnds:
                     if is_transferring(process, began_at) or find_working_threads(process, began_at)
                 ]
             )
+
+    def _have_entered(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have entered all calls in which others wait for them."""
+        return all(
+            blocked.is_entered_by(rank)
+            for rank in ranks
+            for blocked in self.waits_by_end[rank].blocked_calls
+        )
 
     def _request_new_samples(self, ranks: list[int]) -> None:
         """Requests stacks of ranks whose last sample is old: what they wait for worked then, and only a

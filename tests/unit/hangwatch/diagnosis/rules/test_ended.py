@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle
 from tests.simulation.scripted_job import ScriptedJob
 
 
@@ -274,3 +274,25 @@ def test_unfinished_call_of_a_destroyed_group_is_no_wait(lifecycle: Lifecycle) -
     for _ in range(20):
         job.advance_time(1.0)
         assert job.list_due_verdicts() == []
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_unfinished_call_that_all_entered_is_a_wait_only_if_a_stack_shows_it(
+    is_waiting: bool,
+) -> None:
+    """Of gloo's reduce_scatter it is never known that it is complete."""
+    job = ScriptedJob(2)
+    job.make_calls(done=True)
+    job.make_calls("reduce_scatter", done=False, blocking=False)
+    job.send_heartbeats()
+    job.advance_time(5.0)
+    job.end_process(0, status=0)
+    for _ in range(20):
+        job.advance_time(1.0)
+        assert job.list_due_verdicts() == []
+    assert 1 in {request.rank for request in job.run_diagnosis().requests if request.stacks}
+    if is_waiting:
+        job.report_stack(1, Frame(function="wait", file="/site/torch/distributed/x.py", line=3))
+        (verdict,) = job.list_due_verdicts()
+        assert (verdict.kind, verdict.culprits) == (VerdictKind.EXITED_RANK, (0,))
+        assert verdict.advice.startswith("It had entered this call, too,")
