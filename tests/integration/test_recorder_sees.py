@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness import job, native
+from tests.harness.depth import choose_seed, draw_recorder
 from tests.harness.processes import clean_environment
 from tests.harness.server import Server, running_server
 from tests.simulation.waiting import wait_until
@@ -128,12 +129,10 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["python", "native"])
-def recorder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """The environment variables that select this recorder."""
-    return native.recorder_env(request.param, tmp_path_factory)
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment variables that select the recorder that the zoo's seed gives."""
+    return native.recorder_env(draw_recorder("recorder_sees", choose_seed()), tmp_path_factory)
 
 
 def run_cases(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.harness import job, native
+from tests.harness.depth import choose_seed, draw_recorder
 from tests.harness.server import run_server
 
 PROFILE_ASPECTS = ("profiles", "profiles_with_stacks")
@@ -84,8 +85,10 @@ def remove_documented(report: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(700)
 def test_watched_equals_plain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    recorders = {name: native.recorder_env(name, tmp_path_factory) for name in ("native", "python")}
-    recorders["checks"] = recorders["python"] | {
+    recorder = draw_recorder("watched_equals_plain", choose_seed())
+    recorders = {recorder: native.recorder_env(recorder, tmp_path_factory)}
+    recorders["checks"] = {
+        **native.recorder_env("python", tmp_path_factory),
         "HANGWATCH_CHECKS": "replicas,nonfinite,values",
         "HANGWATCH_CHECK_EVERY": "1",
     }

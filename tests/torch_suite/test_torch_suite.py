@@ -15,16 +15,15 @@ from tests.harness import native
 from .comparison import compare_tests, format_summary, list_tests
 
 SHARES = 8
-# Each run takes other shares; the failure's text has the seed, by which they can be repeated.
+# Each run takes another share and recorder; the failure's text has the seed, by which they can be repeated.
 SEED = int(os.environ.get("TORCH_SUITE_SEED", random.randrange(1000)))
 
 
-@pytest.mark.parametrize("recorder", ["native", "python"])
 def test_share_of_the_suite_is_the_same_watched(
-    recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    share = (SEED + (recorder == "python")) % SHARES
-    names = list_tests()[share::SHARES]
+    names = list_tests()[SEED % SHARES :: SHARES]
+    recorder = ("native", "python")[SEED // SHARES % 2]
     env = native.recorder_env(recorder, tmp_path_factory)
     comparison = compare_tests(names, tmp_path / "suite", env)
     assert not comparison.problems, "\n".join(

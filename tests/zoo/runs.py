@@ -38,11 +38,14 @@ def run_programs(
             (name, Path(folder, f"{name.replace('/', '-')}-{number}"))
             for number, name in enumerate(runs, 1)
         ]
-        for outcome in pool.map(lambda place: run_program(*place), places):
-            results.append((programs[outcome.name], outcome))
-            print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
-            if shows_details and not outcome.is_ok:
-                print(outcome, flush=True)
+        try:
+            for outcome in pool.map(lambda place: run_program(*place), places):
+                results.append((programs[outcome.name], outcome))
+                print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
+                if shows_details and not outcome.is_ok:
+                    print(outcome, flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Only the programs under way end.
     print("\n" + "\n".join([*format_table(score_outcomes(results)), *_format_summary(results)]))
     return 0 if all(outcome.is_ok for _, outcome in results) else 1
 

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 
 def read_shard(path):
+    if path.endswith("shard"):
+        open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
     with open(path, "rb") as shard:
         return len(shard.read())
 
 
 def tokenize(executor, paths):
-    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
     return list(executor.map(read_shard, paths))  # PLANTED
 
 
@@ -26,7 +27,8 @@ def main():
         pipe = os.path.join(tempfile.mkdtemp(dir="."), "shard")
         os.mkfifo(pipe)
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(2, context) as executor:
+        both_started = context.Barrier(2)  # Each imports torch, which is work.
+        with concurrent.futures.ProcessPoolExecutor(2, context, both_started.wait) as executor:
             tokenize(executor, [__file__, pipe, __file__])
     dist.barrier()
     dist.destroy_process_group()

@@ -367,7 +367,7 @@ def check_healthy_job(
     assert all(r.exit is not None for r in world.job.ranks.values())
 
 
-@example_settings(300)
+@example_settings(200)
 @given(
     draw_plans(slow=True),
     draw_networks(),
@@ -483,7 +483,7 @@ def draw_faulty_plans(draw: st.DrawFn) -> tuple[JobPlan, PlannedFault]:
     return plan, PlannedFault(how, draw(st.sampled_from(ranks)), at)
 
 
-@example_settings(300)
+@example_settings(200)
 @given(draw_faulty_plans(), st.booleans(), st.booleans(), terse_update_periods)
 def test_only_planted_fault_is_named(
     given_: tuple[JobPlan, PlannedFault],

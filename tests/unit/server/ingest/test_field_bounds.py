@@ -39,7 +39,7 @@ from hangwatch.server.storage.store import Store
 from hangwatch.tracking.attempt import Attempt
 from tests.simulation.simulated_job import make_hung_job
 
-EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "50"))
+EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "25"))
 PAGES = (
     "/ranks", "/incidents", "/performance", "/api/v1/jobs", "/api/v1/ranks", "/api/v1/groups",
     "/api/v1/incidents", "/api/v1/performance", "/metrics",
