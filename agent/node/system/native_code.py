@@ -89,14 +89,17 @@ def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bo
         tracer = threading.Thread(target=reading.run, name="tracer", daemon=True)
         tracer.start()
         tracer.join()
+        # On a busy host, the kernel may not yet have ended the last tracing thread, which gave up.
         if reading.is_refused:
-            raise PermissionError(f"thread {tid} may not be traced")
+            continue
         name = code.find_name(reading.address)
         if name is not None and not _SUPPORT_LIBRARY.match(name):
             return bool(_DRIVER_LIBRARY.match(name))
         # Whether this is the return address is only certain in a function that calls no other one.
         if _DRIVER_LIBRARY.match(code.find_name(reading.caller_address & _ADDRESS_MASK) or ""):
             return True
+    if reading.is_refused:
+        raise PermissionError(f"thread {tid} may not be traced")
     return None
 
 

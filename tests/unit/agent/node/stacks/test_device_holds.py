@@ -14,6 +14,7 @@ from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, locate_pyspy, p
 from hangwatch.agent.node.stacks.sampler import mark_callers
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.ring.reader import Caller
+from tests.simulation.waiting import wait_until
 
 _SOURCE = r"""
 #include <time.h>
@@ -60,8 +61,16 @@ def test_device_hold(function: str, is_held: bool, tmp_path: Path) -> None:
         tid = int(process.stdout.readline())
         if function == "waits_in_thread":
             tid = int(process.stdout.readline())
-        time.sleep(0.3)  # it calls the function
         spy = PySpy(path=locate_pyspy())
+
+        def is_called() -> bool:
+            try:
+                place = spy.read_place(process.pid, tid)
+            except PySpyError:  # a reading that does not pause the process may fail
+                return False
+            return function.removesuffix("_in_thread") in [frame[0][1] for frame in place]
+
+        assert wait_until(is_called, 30.0)
         threads = spy.dump_stacks(process.pid, read_stat(process.pid).start_ticks)
         threads = mark_callers(threads, process.pid, [Caller(thread=tid, uids=(1,))])
         holds = [mark_device_hold(threads, process.pid, spy) for _ in range(2)]

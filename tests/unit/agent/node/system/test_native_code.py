@@ -143,6 +143,27 @@ def test_thread_continues_after_an_error(
         assert wait_until(lambda: processes.read_status(pid, "/proc")["TracerPid"] == "0", 5.0)
 
 
+@pytest.mark.parametrize("seconds", [0.02, 60.0])
+def test_thread_that_another_one_traces(libraries: tuple[Path, Path], seconds: float) -> None:
+    """The tracer may be a thread of our own that gave up and has not ended yet."""
+    with run_function(libraries, "driver.spin") as process:
+        pid = process.pid
+        script = (
+            f"import ctypes, os, time; assert not ctypes.CDLL(None).ptrace(0x4206, {pid}, 0, 0);"
+            f" print(flush=True); time.sleep({seconds}); os._exit(0)"
+        )
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as tracer:
+            assert tracer.stdout is not None
+            tracer.stdout.readline()
+            if seconds < 1.0:
+                assert is_in_driver(pid, pid, CodeMap.read(pid))
+            else:
+                with pytest.raises(PermissionError, match=str(pid)):
+                    is_in_driver(pid, pid, CodeMap.read(pid))
+            tracer.kill()
+
+
 def test_ended_thread_is_an_error() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
