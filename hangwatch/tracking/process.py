@@ -370,7 +370,7 @@ class Process:
         unfinished = [s for s in unfinished if s.entered_at >= newest_call_at or not s.is_executed]
         if unfinished:
             # It is never known that some calls, such as gloo's reduce_scatter, are complete. But a group is
-            # destroyed before its world is made anew.
+            # destroyed before its world is made again.
             newest = self._find_newest_generations()
             unfinished = [
                 s

@@ -43,9 +43,8 @@ CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
-_PROCESS_ERROR = re.compile(
-    r"at `\$\.processes\[(\d{1,6})\]"
-)  # the server names the place of an error so
+# The server names the place of an error so.
+_PROCESS_ERROR = re.compile(r"at `\$\.processes\[(\d{1,6})\]")
 _UNPROVEN_INTERVAL_S = 0.5  # the shortest interval between heartbeats to a server that is not known
 _MAX_CPU_SHARE = 0.05  # the part of a core that replies of such a server may take
 _MAX_BACKOFF_S = 10.0

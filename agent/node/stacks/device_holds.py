@@ -33,12 +33,8 @@ def mark_device_hold(
     if caller is not None and (tid := pid if caller.main else caller.tid):
         try:
             hold = _read_hold(pid, tid, pyspy)
-        except (
-            PySpyError,
-            OSError,
-            ValueError,
-            RuntimeError,
-        ):  # the process has ended, or may not be read
+        # The process has ended, or may not be read.
+        except (PySpyError, OSError, ValueError, RuntimeError):
             hold = 0
     if hold is None:
         return tuple(threads)

@@ -65,10 +65,6 @@ class BlockedCall:
         """Whether any one of the awaited ranks can end the wait."""
         return receives_from_any(self.stream)
 
-    def is_entered_by(self, awaited_rank: int) -> bool:
-        """Whether an awaited rank has entered the call as well. It cannot complete it, see `WaitResolver`."""
-        return has_entered(self.stream, awaited_rank, self.awaited[awaited_rank])
-
     def make_wait(self, on_rank: int) -> Wait:
         name = self.stream.group.name
         return Wait(rank=self.rank, on_rank=on_rank, group=name, seq=self.awaited[on_rank])

@@ -22,7 +22,13 @@ from ..context import (
     MAX_CULPRIT_STACKS,
     DiagnosisContext,
 )
-from ..graph.edges import BlockedCall, WaitEdge, is_not_initialized, shows_all_members
+from ..graph.edges import (
+    BlockedCall,
+    WaitEdge,
+    has_entered,
+    is_not_initialized,
+    shows_all_members,
+)
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
@@ -414,9 +420,9 @@ class _ChainEnds:
             )
 
     def _have_entered(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks have entered all calls in which others wait for them."""
+        """Whether these ranks have entered every call in which another rank may wait for them."""
         return all(
-            blocked.is_entered_by(rank)
+            has_entered(blocked.stream, rank, blocked.awaited[rank])
             for rank in ranks
             for blocked in self.waits_by_end[rank].blocked_calls
         )

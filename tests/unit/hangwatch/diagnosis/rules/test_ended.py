@@ -253,16 +253,20 @@ def test_end_after_groups_were_destroyed_is_no_failure() -> None:
     assert job.list_due_verdicts() == []
 
 
-@pytest.mark.parametrize("lifecycle", [Lifecycle.INITIALISED, Lifecycle.DESTROYED])
-def test_unfinished_call_of_a_destroyed_group_is_no_wait(lifecycle: Lifecycle) -> None:
-    """Of gloo's reduce_scatter it is never known that it is complete. A rank that destroyed the group takes
-    long to end, or is in its next world.
-    """
+def make_job_with_unfinished_call() -> ScriptedJob:
+    """Both ranks have made a reduce_scatter, which gloo never reports as complete."""
     job = ScriptedJob(2)
     job.make_calls(done=True)
     job.make_calls("reduce_scatter", done=False, blocking=False)
     job.send_heartbeats()
     job.advance_time(5.0)
+    return job
+
+
+@pytest.mark.parametrize("lifecycle", [Lifecycle.INITIALISED, Lifecycle.DESTROYED])
+def test_unfinished_call_of_a_destroyed_group_is_no_wait(lifecycle: Lifecycle) -> None:
+    """A rank that destroyed the group takes long to end, or is in its next world."""
+    job = make_job_with_unfinished_call()
     for rank in (0, 1):
         job.ranks[rank].lifecycle = lifecycle
     if lifecycle is Lifecycle.INITIALISED:
@@ -280,12 +284,7 @@ def test_unfinished_call_of_a_destroyed_group_is_no_wait(lifecycle: Lifecycle) -
 def test_unfinished_call_that_all_entered_is_a_wait_only_if_a_stack_shows_it(
     is_waiting: bool,
 ) -> None:
-    """Of gloo's reduce_scatter it is never known that it is complete."""
-    job = ScriptedJob(2)
-    job.make_calls(done=True)
-    job.make_calls("reduce_scatter", done=False, blocking=False)
-    job.send_heartbeats()
-    job.advance_time(5.0)
+    job = make_job_with_unfinished_call()
     job.end_process(0, status=0)
     for _ in range(20):
         job.advance_time(1.0)
