@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group, OutsideMember
-from hangwatch.model.ranks import ExceptionInfo, ThreadStack, format_ranks
+from hangwatch.model.ranks import ExceptionInfo, Ranks, ThreadStack, format_ranks
 from hangwatch.model.verdicts import CallClass, Wait
 from hangwatch.report.text import resolve_root_rank
 
@@ -18,13 +18,30 @@ _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
 MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
 _MAX_WAITS_SHOWN = 4
 PHASE_HINT = "hangwatch.phase() declares work that may take long."
-_ARGUMENT_LABELS = {"dtype": "dtype", "reduce_op": "reduce op"}
+# What a text says of one rank, and of several. A phrase comes before the words of which it consists.
+_PLURALS = {
+    "Its process runs": "Their processes run",
+    "its device": "their devices",
+    "its stack": "their stacks",
+    "Its stack": "Their stacks",
+    "its": "their",
+    "it": "they",
+    "It": "They",
+    "is": "are",
+    "has": "have",
+    "does": "do",
+    "expects": "expect",
+    "shows": "show",
+    "waits": "wait",
+    "works": "work",
+}
+_SINGULARS = re.compile(rf"\b({'|'.join(_PLURALS)})\b")
 
 Messages = tuple[str, str]  # the summary and the advice of a verdict
 _TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]  # the known shapes, and whether all are
 
 
-def describe_ranks(ranks: tuple[int, ...]) -> str:
+def describe_ranks(ranks: Ranks) -> str:
     """``rank 3`` or ``ranks 0, 2-3``, or the number and the first ones of thousands. Members of a foreign
     group that are not ranks of the attempt have names.
     """
@@ -43,6 +60,22 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
 def describe_rank(rank: int) -> str:
     """``rank 3``, or the name of a member of a foreign group that is not a rank of the attempt."""
     return rank.label if isinstance(rank, OutsideMember) else f"rank {rank}"
+
+
+def describe_ranks_with(ranks: Ranks, verb: str) -> str:
+    """``rank 3 has``, or ``ranks 0, 2-3 have``."""
+    return f"{describe_ranks(ranks)} {pluralize(verb, ranks)}"
+
+
+def pluralize(text: str, ranks: Collection[int]) -> str:
+    """A text about one rank, with its verbs and pronouns in the plural if there are several.
+
+    >>> pluralize("It has stopped: its stack shows where", (0, 2))
+    'They have stopped: their stacks show where'
+    """
+    if len(ranks) < 2:
+        return text
+    return _SINGULARS.sub(lambda singular: _PLURALS[singular[0]], text)
 
 
 def describe_position(group: Group | None, seq: int | None) -> str:
@@ -100,10 +133,10 @@ def format_lower_layers_advice(*, are_equal: bool) -> str:
     return "No difference between the calls is known: check the network, the devices and their drivers."
 
 
-def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
+def describe_deadlock(ranks: Ranks, cycle: list[tuple[Wait, str]]) -> str:
     """The summary, with the first waits of the cycle and the operations that the waiting ranks are in."""
     other_ends = {"send": "the recv of ", "recv": "the send of "}
-    waits: list[str] = []
+    waits = []
     for wait, op in cycle[:_MAX_WAITS_SHOWN]:
         awaited = f"{other_ends.get(op, '')}{describe_rank(wait.on_rank)}"
         waits.append(f"{describe_rank(wait.rank)} waits for {awaited} in {op}")
@@ -112,7 +145,7 @@ def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> 
     return f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
 
 
-def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[int]) -> str:
+def format_deadlock_advice(common_ranks: Ranks, component: Collection[int]) -> str:
     """The advice; ``common_ranks`` are the ranks that are on every cycle of the ``component``."""
     general = "look for calls that one of them makes in a different order than its peers, or skips."
     if common_ranks and len(common_ranks) < len(component):
@@ -136,20 +169,19 @@ def describe_blocking_thread(subject: str, thread: ThreadStack | None) -> str:
 
 
 def describe_not_entered(
-    ranks: tuple[int, ...],
+    ranks: Ranks,
     op: str,
     group: Group | None,
     seq: int | None,
     waiter_count: int,
     waiter: int | None = None,
-    ranks_inside: tuple[int, ...] = (),
+    ranks_inside: Ranks = (),
 ) -> str:
     """The summary for ranks that have not entered a call.
 
     ``waiter`` is the rank at the other end if the call is a send or a receive. ``ranks_inside`` are the
     waiting ranks that are known to be in the call itself.
     """
-    have = "have" if len(ranks) > 1 else "has"
     if waiter is None:
         missing = f"entered {op}"
     elif op.startswith("recv"):
@@ -158,11 +190,12 @@ def describe_not_entered(
         missing = f"received what {describe_rank(waiter)} sends"
     waiting = format_waiter_count(waiter_count)
     if 0 < len(ranks_inside) < waiter_count:
-        wait = "waits" if len(ranks_inside) == 1 else "wait"
         elsewhere = waiter_count - len(ranks_inside)
-        waiting = f"{describe_ranks(ranks_inside)} {wait}, and {elsewhere} more in other calls"
+        inside = describe_ranks_with(ranks_inside, "waits")
+        waiting = f"{inside}, and {elsewhere} more in other calls"
+    subject = describe_ranks_with(ranks, "has")
     position = describe_position(group, seq)
-    return f"{describe_ranks(ranks)} {have} not {missing} ({position}), for which {waiting}"
+    return f"{subject} not {missing} ({position}), for which {waiting}"
 
 
 def format_more_calls(other_count: int) -> str:
@@ -179,7 +212,7 @@ def describe_unfinished_message(rank: int, op: str, peer: str, is_receive: bool)
 
 
 def describe_mismatch(
-    outliers: tuple[int, ...],
+    outliers: Ranks,
     calls: tuple[CallClass, ...],
     differing_fields: tuple[str, ...],
     group: Group,
@@ -189,30 +222,32 @@ def describe_mismatch(
     """What the outliers called, and what the other ranks called. If no calls are known, only that
     they differ at some call after ``last_equal`` and up to ``seq``.
     """
-    outlier_calls = [c for c in calls if set(c.ranks) <= set(outliers)]
-    other_calls = [c for c in calls if c not in outlier_calls]
-    position = describe_position(group, seq)
-    if not calls or (not other_calls and len(outlier_calls) < 2):
-        return _describe_inexact_mismatch(outliers, group, position, seq, last_equal)
-    signatures = [c.call.signature for c in calls]
-
-    def describe_class(call_class: CallClass) -> str:
+    signatures = [call_class.call.signature for call_class in calls]
+    outlier_texts = []
+    other_texts = []
+    for call_class in calls:
         signature = call_class.call.signature
         arguments = [_format_argument(signature, n, signatures, group) for n in differing_fields]
         shown = ", ".join(filter(None, arguments))
         call = f"{signature.op}({shown})" if shown else signature.op
-        return f"{describe_ranks(call_class.ranks)} called {call}"
-
-    if not other_calls:
-        return f"{' and '.join(map(describe_class, outlier_calls))} ({position})"
-    theirs = "; ".join(map(describe_class, outlier_calls))
+        text = f"{describe_ranks(call_class.ranks)} called {call}"
+        if set(call_class.ranks).issubset(outliers):
+            outlier_texts.append(text)
+        else:
+            other_texts.append(text)
+    position = describe_position(group, seq)
+    if not other_texts and len(outlier_texts) < 2:
+        return _describe_inexact_mismatch(outliers, group, position, seq, last_equal)
+    if not other_texts:
+        return f"{' and '.join(outlier_texts)} ({position})"
+    theirs = "; ".join(outlier_texts)
     if not theirs:
         theirs = f"{describe_ranks(outliers)} called something else"
-    return f"{theirs} where {', '.join(map(describe_class, other_calls))} ({position})"
+    return f"{theirs} where {', '.join(other_texts)} ({position})"
 
 
 def _describe_inexact_mismatch(
-    outliers: tuple[int, ...], group: Group, position: str, seq: int, last_equal: int
+    outliers: Ranks, group: Group, position: str, seq: int, last_equal: int
 ) -> str:
     """The summary where hashes differ and the first different call, or its content, is unknown."""
     if len(outliers) == len(group.ranks):
@@ -240,8 +275,10 @@ def _format_argument(
         return (
             f"sending {list(signature.splits[0])}, expecting {list(signature.splits[1])} elements"
         )
-    if name in _ARGUMENT_LABELS:
-        return f"{_ARGUMENT_LABELS[name]} {getattr(signature, name)}"
+    if name == "dtype":
+        return f"dtype {signature.dtype}"
+    if name == "reduce_op":
+        return f"reduce op {signature.reduce_op}"
     return str(signature.detail) if name == "detail" else ""
 
 

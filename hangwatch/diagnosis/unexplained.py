@@ -17,12 +17,9 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .context import (
-    DiagnosisContext,
-    find_newest_sample,
-)
+from .context import DiagnosisContext, find_newest_sample
 from .graph.edges import BlockedCall, get_op_name
-from .messages import describe_position, describe_rank, describe_ranks, join_notes
+from .messages import describe_position, describe_ranks, describe_ranks_with, join_notes
 
 _MAX_AWAITED_SHOWN = 3
 _MAX_NOTES = 4
@@ -101,7 +98,7 @@ def _iter_other_waits(
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait, awaited: tuple[int, ...]) -> str:
-    subject = describe_rank(wait.rank)
+    subject = describe_ranks((wait.rank,))
     if wait.stream is not None:
         stream = wait.stream
         position = describe_position(stream.group, stream.entered)
@@ -135,7 +132,7 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
         return "it is no rank of this job" if len(outside) == 1 else "they are no ranks of this job"
     silent = tuple(sorted(context.graph.silent_ranks.keys() & ranks))
     if silent:
-        return f"{describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
+        return f"{describe_ranks_with(silent, 'does')} not report"
     if not wait.is_recorded:
         return describe_losses(context.attempt, ranks)[-1]
     if wait.may_await and wait.stream is not None:
@@ -159,18 +156,20 @@ def describe_losses(
     notes: list[str] = []
     for rank in sorted(attempt.lossy_ranks & ranks):
         process = attempt.processes[rank]
-        lossy = [
-            (stream.loss, stream.group)
-            for stream in process.streams.values()
-            if stream.loss is not None and (group is None or stream.group.key == group.key)
-        ]
-        if lossy and len(notes) < _MAX_NOTES:
-            loss, lossy_group = min(lossy, key=lambda pair: pair[0].from_seq)
-            fault = _format_fault(process) if loss.reason is LossReason.FAULT else ""
-            notes.append(
-                f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
-                f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"
-            )
+        streams = list(process.streams.values())
+        if group is not None:
+            streams = [stream for stream in streams if stream.group.key == group.key]
+        losses = [(stream.loss, stream.group) for stream in streams if stream.loss is not None]
+        if not losses:
+            continue
+        if len(notes) == _MAX_NOTES:
+            return notes
+        loss, lossy_group = min(losses, key=lambda pair: pair[0].from_seq)
+        fault = _format_fault(process) if loss.reason is LossReason.FAULT else ""
+        notes.append(
+            f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
+            f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"
+        )
     missed = tuple(sorted(attempt.incomplete_ranks & ranks))
     if missed and len(notes) < _MAX_NOTES:
         fault = _format_fault(attempt.processes[missed[0]])

@@ -14,6 +14,7 @@ from .bounds import Hash64
 from .calls import Site
 
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
+Ranks = tuple[int, ...]
 _RANGE_PATTERN = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")  # 4, or 3-5
 
 

@@ -4,20 +4,16 @@ the summary and the advice of its kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.ranks import Lifecycle, Ranks
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
-from hangwatch.tracking.process import FreezeReason, Process
+from hangwatch.tracking.process import FreezeReason
 
-from ..context import (
-    DiagnosisContext,
-    find_last_site,
-    find_newest_sample,
-)
+from ..context import DiagnosisContext, find_last_site, find_newest_sample
 from ..graph.edges import WaitEdge, has_entered
 from ..graph.progress import (
     find_working_threads,
@@ -34,7 +30,9 @@ from ..messages import (
     describe_not_entered,
     describe_position,
     describe_ranks,
+    describe_ranks_with,
     format_waiter_count,
+    pluralize,
 )
 from .start import add_twin_advice
 
@@ -42,7 +40,7 @@ from .start import add_twin_advice
 def make_absence_verdict(
     context: DiagnosisContext,
     kind: VerdictKind,
-    culprits: tuple[int, ...],
+    culprits: Ranks,
     waiting: set[int],
     edge: WaitEdge,
     began_at: float,
@@ -64,10 +62,8 @@ def make_absence_verdict(
         thread = context.find_blocking_thread(process, edge.group, began_at)
         site = find_user_site(thread)
         if site is not None:
-            subject = describe_blocking_thread(
-                f"rank {rank}" if len(culprits) > 1 else "it", thread
-            )
-            where = f": {subject} is at {site}"
+            whole_process = f"rank {rank}" if len(culprits) > 1 else "it"
+            where = f": {describe_blocking_thread(whole_process, thread)} is at {site}"
             break
     verdict = Verdict(
         kind=kind,
@@ -89,69 +85,68 @@ def make_absence_verdict(
 
 
 def _describe_startup(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    processes = {rank: context.processes.get(rank) for rank in verdict.culprits}
-    ranks = describe_ranks(verdict.culprits)
+    culprits = verdict.culprits
+    ranks = describe_ranks(culprits)
     waiters = format_waiter_count(len(verdict.waiting))
-    first = processes[verdict.culprits[0]]
-    was_destroyed = first is not None and first.lifecycle is Lifecycle.DESTROYED
-    again = " again" if was_destroyed else ""
+    first = context.processes.get(culprits[0])
+    again = ""
+    if first is not None and first.lifecycle is Lifecycle.DESTROYED:
+        again = " again"
     summary = f"{ranks} never reached init_process_group{again}, in which {waiters}"
     if edge.group.is_declared:
         summary = f"{ranks} never started, for which {waiters} in {edge.op}"
-    advice = _format_startup_advice(processes)
-    return summary, add_twin_advice(context, advice)
+    return summary, add_twin_advice(context, _format_startup_advice(context, culprits))
 
 
-def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> str:
+def _format_startup_advice(context: DiagnosisContext, absent: Ranks) -> str:
     """Advice for all absent ranks; if their reasons differ, for the most basic reason."""
-    are_several = len(absent_processes) > 1
-    not_reporting = tuple(rank for rank, p in absent_processes.items() if p is None)
+    not_reporting = tuple(rank for rank in absent if rank not in context.processes)
     if not_reporting:
-        subject = "They" if are_several else "It"
-        if len(not_reporting) < len(absent_processes):
+        subject = pluralize("It", absent)
+        if len(not_reporting) < len(absent):
             subject = describe_ranks(not_reporting).capitalize()
         return (
             f"{subject} never reported: check that as many processes were started as WORLD_SIZE says,"
             " that every node started, and that every node can reach HANGWATCH_URL. The launcher's log"
             " may say more."
         )
-    if are_several:
-        they_run, they_have, their = "Their processes run but have", "They have", "their"
-        they_do, stacks_show = "they do", "their stacks show"
-    else:
-        they_run, they_have, their = "Its process runs but has", "It has", "its"
-        they_do, stacks_show = "it does", "its stack shows"
-    lifecycles = {p.lifecycle for p in absent_processes.values() if p is not None}
+    lifecycles = {context.processes[rank].lifecycle for rank in absent}
     if Lifecycle.ALIVE in lifecycles:
-        return (
-            f"{they_run} not imported torch: check what {they_do} before that (downloads, imports"
-            " from a slow disk)."
+        advice = (
+            "Its process runs but has not imported torch: check what it does before that (downloads,"
+            " imports from a slow disk)."
         )
-    if Lifecycle.DESTROYED in lifecycles:
-        return (
-            f"{they_have} destroyed {their} process groups and not called init_process_group again:"
-            f" {stacks_show} what {they_do} instead."
+    elif Lifecycle.DESTROYED in lifecycles:
+        advice = (
+            "It has destroyed its process groups and not called init_process_group again: its stack"
+            " shows what it does instead."
         )
-    return f"{they_run} not called init_process_group: {stacks_show} what {they_do} instead."
+    else:
+        advice = (
+            "Its process runs but has not called init_process_group: its stack shows what it does"
+            " instead."
+        )
+    return pluralize(advice, absent)
 
 
 def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    process = context.processes.get(verdict.culprits[0])
+    culprits = verdict.culprits
+    process = context.processes.get(culprits[0])
     has_ended = process is None or not process.is_alive
     did = "finished" if has_ended else "destroyed the process group"
-    have, they = ("have", "they") if len(verdict.culprits) > 1 else ("has", "it")
-    entered = tuple(rank for rank in verdict.culprits if has_entered(edge.stream, rank, edge.seq))
+    entered = tuple(rank for rank in culprits if has_entered(edge.stream, rank, edge.seq))
     summary = (
-        f"{describe_ranks(verdict.culprits)} {have} {did} while"
+        f"{describe_ranks_with(culprits, 'has')} {did} while"
         f" {format_waiter_count(len(verdict.waiting))} in {edge.op}"
         f" ({describe_position(edge.group, edge.seq)})"
     )
+    they = pluralize("it", culprits)
     advice = (
         f"The others made one more call than {they} did: look for uneven data or a loop that ends"
         " early."
     )
     if entered:
-        subject = they if len(entered) == len(verdict.culprits) else describe_ranks(entered)
+        subject = they if len(entered) == len(culprits) else describe_ranks(entered)
         advice = (
             f"{subject.capitalize()} had entered this call, too, and did not wait for its completion: wait"
             " for asynchronous calls before the script ends."
@@ -160,12 +155,10 @@ def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 
 
 def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
-    process = context.processes[verdict.culprits[0]]
+    culprits = verdict.culprits
+    process = context.processes[culprits[0]]
     reason = process.freeze_reason(context.now)
-    if len(verdict.culprits) > 1:
-        are, they_are, them, stacks_show = "are", "They are", "them", "their stacks show"
-    else:
-        are, they_are, them, stacks_show = "is", "It is", "it", "its stack shows"
+    them = "them" if len(culprits) > 1 else "it"
     if reason is FreezeReason.STOPPED and process.activity.state == "t":  # as in /proc
         condition = "stopped by a debugger"
         advice = f"Detach the debugger that traces {them}."
@@ -174,10 +167,12 @@ def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
         advice = f"Resume {them} with kill -CONT."
     elif reason is FreezeReason.UNINTERRUPTIBLE:
         condition = "in uninterruptible sleep"
-        advice = f"{they_are} blocked in the kernel: check disks, network file systems and drivers."
+        subject = pluralize("It is", culprits)
+        advice = f"{subject} blocked in the kernel: check disks, network file systems and drivers."
     else:
         condition = "running native code that holds the GIL"
-        advice = f"No Python code can run there: {stacks_show} which native call does not return."
+        shows = pluralize("its stack shows", culprits)
+        advice = f"No Python code can run there: {shows} which native call does not return."
     if reason is FreezeReason.GIL_HELD and not find_newest_sample(process, verdict.began_at):
         # The line of the newest recorded call replaces the stack.
         last_site = find_last_site(process)
@@ -187,7 +182,7 @@ def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
             f" newest recorded call{after}."
         )
     summary = (
-        f"{describe_ranks(verdict.culprits)} {are} {condition};"
+        f"{describe_ranks_with(culprits, 'is')} {condition};"
         f" {format_waiter_count(len(verdict.waiting))} in {edge.op}"
     )
     return summary, advice
@@ -205,31 +200,32 @@ def _describe_lost(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
 
 def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     """The advice has the reason why the rank counts as slow and not as stuck."""
+    since = verdict.began_at
     process = context.processes[verdict.culprits[0]]
-    are, them = ("are", "them") if len(verdict.culprits) > 1 else ("is", "it")
-    phase = None if process.phase is None else process.phase.name
-    in_phase = f" in its phase {phase!r}" if phase else ""
+    them = "them" if len(verdict.culprits) > 1 else "it"
+    in_phase = ""
+    if process.phase is not None and process.phase.name:
+        in_phase = f" in its phase {process.phase.name!r}"
     summary = (
-        f"{describe_ranks(verdict.culprits)} {are} still working{in_phase} while"
+        f"{describe_ranks_with(verdict.culprits, 'is')} still working{in_phase} while"
         f" {format_waiter_count(len(verdict.waiting))} for {them} in {edge.op}"
     )
     if context.is_in_phase(process):
         advice = "Its script declared this phase: it may take until the limit of the phase."
         return summary, advice
-    if is_transferring(process, verdict.began_at):
-        rate = get_transfer_rate(process, verdict.began_at) / 1e6
+    if is_transferring(process, since):
+        rate = get_transfer_rate(process, since) / 1e6
         reason = f"It moves data, {rate:.1f} MB/s: it reads, writes, sends or receives."
-    elif has_stack_changed(process, verdict.began_at):
+    elif has_stack_changed(process, since):
         reason = "Its stack changes: slow rather than stuck."
     elif is_busy(process):
-        is_sampled_twice = has_two_samples(process, verdict.began_at)
+        is_sampled_twice = has_two_samples(process, since)
         where = " in the same function in every sample" if is_sampled_twice else ""
         reason = f"It uses the CPU{where}: a long computation, or a loop that waits."
-    elif find_working_threads(process, verdict.began_at):
+    elif find_working_threads(process, since):
         reason = "What it waits for, a thread or a child process of its own, is at work."
-    elif callees := context.list_working_callees(process.rank, verdict.began_at):
-        verb = "work" if len(callees) > 1 else "works"
-        reason = f"It waits for a remote call, and {describe_ranks(callees)} {verb} on one."
+    elif callees := context.list_working_callees(process.rank, since):
+        reason = f"It waits for a remote call, and {describe_ranks_with(callees, 'works')} on one."
     else:
         reason = "It made progress elsewhere in the meantime: slow rather than stuck."
     return summary, f"{reason} {PHASE_HINT}"
@@ -254,10 +250,8 @@ def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdg
         edge.rank_at_other_end,
         ranks_inside,
     )
-    stacks_show = "Its stack shows what it does"
-    if len(verdict.culprits) > 1:
-        stacks_show = "Their stacks show what they do"
-    return summary, f"{stacks_show} instead of joining the others."
+    advice = "Its stack shows what it does instead of joining the others."
+    return summary, pluralize(advice, verdict.culprits)
 
 
 # The functions that make the summary and the advice. The order of the kinds is their precedence.

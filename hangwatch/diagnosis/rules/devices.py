@@ -16,7 +16,7 @@ from itertools import islice
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S, MIN_WAIT_S, READING_DELAY_S, UNTIMED_GRACE_S
-from hangwatch.model.verdicts import CallClass, Verdict, Wait
+from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
@@ -29,9 +29,11 @@ from ..messages import (
     describe_deadlock,
     describe_position,
     describe_ranks,
+    describe_ranks_with,
     format_deadlock_advice,
     format_lower_layers_advice,
     format_waiter_count,
+    pluralize,
 )
 from .absence import make_absence_verdict
 from .progress import check_agreement, make_no_progress_verdict
@@ -66,18 +68,19 @@ def _get_suspicious_age_s(context: DiagnosisContext, involved: set[int], still: 
 def diagnose_device_cycle(context: DiagnosisContext) -> None:
     """One verdict for devices that wait for each other, as their hosts queued calls in different orders."""
     devices = context.graph.still_devices
-    waiting = devices.find_waiters_of(devices.cycle)
-    involved = devices.cycle | waiting
+    cycle = devices.cycle
+    waiting = devices.find_waiters_of(cycle)
+    involved = cycle | waiting
     age_s = _get_suspicious_age_s(context, involved, involved)
-    if not devices.cycle or not age_s:
+    if not cycle or not age_s:
         return
-    culprits = tuple(sorted(devices.cycle))
-    cycle_waits: list[tuple[Wait, str]] = []  # one of each rank on the cycle, with the operation
+    culprits = tuple(sorted(cycle))
+    cycle_waits = []  # one of each rank on the cycle, with the operation
     calls: list[CallClass] = []
     for rank in culprits:
         calls += devices.fronts[rank][0].get_call(rank)
         for wait in devices.waits:
-            awaited = wait.awaited & devices.cycle
+            awaited = wait.awaited & cycle
             if rank in wait.waiters and awaited:
                 op = wait.group.get_op(rank)
                 cycle_waits.append((wait.group.make_wait(rank, min(awaited)), op))
@@ -136,18 +139,19 @@ def diagnose_hosts_behind_devices(context: DiagnosisContext) -> None:
     wait. Ranks that left, are frozen or do not report are other rules' subjects.
     """
     devices = context.graph.still_devices
-    waiting = devices.find_waiters_of(devices.host_ends)
-    age_s = _get_suspicious_age_s(context, devices.host_ends | waiting, waiting)
-    if not devices.host_ends or not age_s or _is_any_in_phase(context, devices.host_ends):
+    ends = devices.host_ends
+    waiting = devices.find_waiters_of(ends)
+    age_s = _get_suspicious_age_s(context, ends | waiting, waiting)
+    if not ends or not age_s or _is_any_in_phase(context, ends):
         return
     excused = context.attempt.unable_ranks | context.graph.silent_ranks.keys()
-    if not excused.isdisjoint(devices.host_ends):
+    if not excused.isdisjoint(ends):
         return
     began_at = devices.get_unchanged_since(waiting)
     processes = context.processes
     if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
         return  # a host that makes no further calls may be busy, and wait for none
-    culprits = tuple(sorted(devices.host_ends))
+    culprits = tuple(sorted(ends))
     context.request_stacks(culprits, waiting, began_at)
     context.request_device_evidence(culprits, began_at)
     if age_s < context.limits.stall_after_s:
@@ -289,17 +293,17 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     if is_connecting:
         summary = f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
     else:
-        verb, own = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
         summary = (
-            f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
+            f"{describe_ranks_with(ranks, 'waits for its device')}, and no device finishes what is queued: rank"
             f" {ranks[0]}'s last call is {get_op_name(queued[0])} ({position})"
         )
         # The ranks whose devices hold up all others, as far as counters show it.
         ends = tuple(sorted(context.graph.devices.culprits))
         if 0 < len(ends) < len(ranks):
             summary += f"; the others wait for {describe_ranks(ends)}"
-    has_counters = any(map(_has_unfinished_count, waiting))
-    limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
+    limit_s = context.limits.stall_after_s
+    if any(map(_has_unfinished_count, waiting)):
+        limit_s += UNTIMED_GRACE_S
     verdict = make_no_progress_verdict(
         queued[0],
         ranks[0],
@@ -382,12 +386,10 @@ def describe_stuck_devices(
     """The summary. ``is_begun`` is None where starts are not recorded; ``is_behind``: other members'
     devices have completed the call.
     """
-    have = "have" if len(ranks) > 1 else "has"
-    devices_have = "their devices have" if len(ranks) > 1 else "its device has"
     verb = "begun" if is_begun is False else "completed"
     summary = (
-        f"{describe_ranks(ranks)} {have} queued {op} ({describe_position(group, seq)}), but"
-        f" {devices_have} not {verb} it"
+        f"{describe_ranks_with(ranks, 'has')} queued {op} ({describe_position(group, seq)}), but"
+        f" {pluralize('its device has', ranks)} not {verb} it"
     )
     if is_behind:
         summary += ", as other devices have"
@@ -395,11 +397,9 @@ def describe_stuck_devices(
 
 
 def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) -> str:
-    their, have = ("their", "have") if len(ranks) > 1 else ("its", "has")
     advice = (
-        f"Check what {their} device{'s' if len(ranks) > 1 else ''} {have} to do before that call: a"
-        " kernel that does not end, or a stream that waits for an event; and the GPU itself"
-        " (nvidia-smi, dmesg)."
+        f"Check what {pluralize('its device has', ranks)} to do before that call: a kernel that does not"
+        " end, or a stream that waits for an event; and the GPU itself (nvidia-smi, dmesg)."
     )
     if records_starts or len(ranks) == 1:
         return advice

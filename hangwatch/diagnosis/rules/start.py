@@ -4,21 +4,24 @@ size or address of the world than their peers, or the rank of another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.ranks import Lifecycle, Ranks
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.process import Process
 
 from ..context import DiagnosisContext, get_newest_call
-from ..messages import describe_ranks
+from ..messages import describe_ranks, describe_ranks_with
 
 _SIZES_ADVICE = "WORLD_SIZE must be the same on every rank."
 _MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
 _LOOPBACK_ADVICE = "MASTER_ADDR must be an address of rank 0's host that the other hosts can reach."
 _MAX_TWINS_SHOWN = 4
+
+_Side = tuple[str, Ranks]  # what the ranks expect, as the end of a clause
 
 
 def diagnose_world_sizes(context: DiagnosisContext) -> None:
@@ -36,13 +39,10 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
     concerned = _find_mutual_waits(context, sizes)
     if not concerned:
         return
-    ranks_by_size: dict[int, list[int]] = {}
-    for rank in sorted(concerned):
-        ranks_by_size.setdefault(sizes[rank], []).append(rank)
-    majority, *minorities = sorted(ranks_by_size.items(), key=lambda item: -len(item[1]))
-    culprits = _select_outliers(majority[1], [ranks for _, ranks in minorities])
+    sides = _list_sides({rank: f"{sizes[rank]} ranks" for rank in concerned})
+    culprits, summary = _compare_sides(sides)
     waiting = context.graph.find_waiters_of(concerned) | concerned.difference(culprits)
-    began_at = max(min(waits[r].began_at for r in ranks) for ranks in ranks_by_size.values())
+    began_at = max(min(waits[rank].began_at for rank in ranks) for _, ranks in sides)
     known_until = min(map(context.get_state_known_until, concerned))
     first = waits[culprits[0]].stream
     verdict = Verdict(
@@ -56,10 +56,7 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
         waits=context.select_waits(concerned),
         began_at=began_at,
         is_confirmed=known_until - began_at >= context.limits.stall_after_s,
-        summary="; ".join(
-            f"{describe_ranks(tuple(ranks))} {'expect' if len(ranks) > 1 else 'expects'} {size} ranks"
-            for size, ranks in [*minorities, majority]
-        ),
+        summary=summary,
         advice=add_twin_advice(context, _SIZES_ADVICE),
     )
     absent = {other for rank in concerned for other in waits[rank].awaited}
@@ -92,13 +89,25 @@ def _is_initializing(process: Process) -> bool:
     return process.is_alive and process.lifecycle is Lifecycle.INITIALISING
 
 
-def _select_outliers(
-    majority: Iterable[int], minorities: Iterable[Iterable[int]]
-) -> tuple[int, ...]:
-    """The ranks that differ from the majority or, if there is none, all of them."""
-    groups = [list(majority), *map(list, minorities)]
-    has_majority = len(groups[0]) > len(groups[1])
-    return tuple(sorted(rank for group in groups[has_majority:] for rank in group))
+def _list_sides(expected: Mapping[int, str]) -> list[_Side]:
+    """The different expectations, each with its ranks, that of the most ranks first."""
+    ranks_by_text: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(expected):
+        ranks_by_text[expected[rank]].append(rank)
+    sides = [(text, tuple(ranks)) for text, ranks in ranks_by_text.items()]
+    return sorted(sides, key=lambda side: -len(side[1]))
+
+
+def _compare_sides(sides: list[_Side]) -> tuple[Ranks, str]:
+    """The ranks that differ from the majority or, if there is none, all of them; and the summary."""
+    majority, *minorities = sides
+    has_majority = len(majority[1]) > len(minorities[0][1])
+    outliers = minorities if has_majority else sides
+    culprits = tuple(sorted(rank for _, ranks in outliers for rank in ranks))
+    clauses = [
+        f"{describe_ranks_with(ranks, 'expects')} {text}" for text, ranks in (*minorities, majority)
+    ]
+    return culprits, "; ".join(clauses)
 
 
 def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
@@ -110,30 +119,34 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     if not all(map(_is_initializing, processes.values())):
         return verdict
     verdict = replace(verdict, kind=VerdictKind.STARTUP_STALL)
-    ranks_by_address: dict[str, list[int]] = {}
-    for rank, process in processes.items():
-        ranks_by_address.setdefault(process.identity.master, []).append(rank)
-    majority, *minorities = sorted(ranks_by_address.items(), key=lambda item: -len(item[1]))
-    address = majority[0]
+    expected = {rank: f"the master at {p.identity.master}" for rank, p in processes.items()}
+    sides = _list_sides(expected)
+    majority = sides[0][1]
+    address = processes[majority[0]].identity.master
     first = processes.get(0)
-    away = [rank for rank, p in processes.items() if first is not None and p.host != first.host]
-    if minorities:
-        culprits = _select_outliers(majority[1], [ranks for _, ranks in minorities])
-        summary = "; ".join(
-            f"{describe_ranks(tuple(ranks))} {'expect' if len(ranks) > 1 else 'expects'} the master at {at}"
-            for at, ranks in [*minorities, majority]
-        )
+    away = []
+    if first is not None:
+        away = [rank for rank, process in processes.items() if process.host != first.host]
+    host = address.rpartition(":")[0].strip("[]")
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
+    if len(sides) > 1:
+        culprits, summary = _compare_sides(sides)
         advice = _MASTERS_ADVICE
-    elif first is not None and away and _is_loopback(address):
+    elif first is not None and away and is_loopback:
         culprits = tuple(sorted(away))
         summary = (
-            f"{describe_ranks(culprits)} {'expect' if len(culprits) > 1 else 'expects'} the master at"
-            f" {address}, which is their own host; rank 0 runs on {first.host}"
+            f"{describe_ranks_with(culprits, 'expects')} the master at {address}, which is their own"
+            f" host; rank 0 runs on {first.host}"
         )
         advice = _LOOPBACK_ADVICE
     else:
+        advice = (
+            f"All of them expect the master at {address}: check that every host can reach it, that no"
+            " other program listens there, and then the network and the devices, if the backend"
+            " connects them here."
+        )
         return replace(
-            verdict, kind=VerdictKind.NO_PROGRESS, advice=_format_advice(context, address)
+            verdict, kind=VerdictKind.NO_PROGRESS, advice=add_twin_advice(context, advice)
         )
     return replace(
         verdict,
@@ -144,31 +157,18 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     )
 
 
-def _format_advice(context: DiagnosisContext, address: str) -> str:
-    """The advice for ranks that all expect the master at this address, and for which nothing differs."""
-    advice = (
-        f"All of them expect the master at {address}: check that every host can reach it, that no other"
-        " program listens there, and then the network and the devices, if the backend connects them here."
-    )
-    return add_twin_advice(context, advice)
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def add_twin_advice(context: DiagnosisContext, advice: str) -> str:
     """The advice, with the ranks that two processes have at the same time. Both are in
     init_process_group: a process that is ending, or a wrapper of a rank, is none of them.
     """
-    pairs: list[tuple[Process, Process]] = []
+    pairs = []
     for rank, twin in sorted(context.attempt.twins.items()):
         holder = context.processes.get(rank)
-        if holder is not None and _is_initializing(holder) and _is_initializing(twin):
-            is_same = twin.rank == rank and twin.identity.master == holder.identity.master
-            if is_same and holder is not twin:
-                pairs.append((twin, holder))
+        if holder is None or holder is twin or twin.rank != rank:
+            continue
+        is_same_world = twin.identity.master == holder.identity.master
+        if is_same_world and _is_initializing(holder) and _is_initializing(twin):
+            pairs.append((twin, holder))
     if not pairs:
         return advice
     ranks = describe_ranks(tuple(holder.rank for _, holder in pairs))
