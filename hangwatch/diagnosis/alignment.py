@@ -7,7 +7,7 @@ either side may make more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -21,9 +21,9 @@ _EXACT_SCORE = 3  # the same call at the same line
 _OTHER_LINE_SCORE = 1  # the same call at another line
 _OTHER_ARGUMENTS_SCORE = 1  # the same operation at the same line, with other arguments
 
+Calls = tuple[Call, ...]  # in the order in which they were made
 CallPair = tuple[Call | None, Call | None]
 _CallKey = tuple[str, int, str]  # operation, hash of what must agree, line
-_Step = tuple[int | None, int | None]
 _Cell = tuple[int, int]
 
 
@@ -33,23 +33,23 @@ def make_call_key(call: Call) -> _CallKey:
     return signature.op, signature.agree, line
 
 
-def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
+def select_window(calls: Mapping[int, Call], seq: int) -> Calls:
     """The known calls around ``seq`` without a gap, oldest first, each after its `preceded_by`."""
     if seq not in calls:
-        return []
+        return ()
     last = seq
     while last + 1 in calls and last < seq + _BAND_CALLS:
         last += 1
     first = seq + 1
     while first - 1 in calls and last - first < MAX_WINDOW_CALLS:
         first -= 1
-    window: list[Call] = []
+    window = []
     for number in range(first, last + 1):
         call = calls[number]
         if call.preceded_by is not None:
             window.append(call.preceded_by)
         window.append(call)
-    return window
+    return tuple(window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,38 +60,49 @@ class Alignment:
     is_certain: bool
 
 
-def align_calls(
-    left: Sequence[Call], right: Sequence[Call], right_is_short: bool = False
-) -> Alignment:
+@lru_cache(maxsize=64)  # every diagnosis of a hanging job aligns the same calls again
+def align_calls(left: Calls, right: Calls, right_is_short: bool = False) -> Alignment:
     """Aligns two windows of calls, from the first call that is known of both. With
     ``right_is_short``, the right side is known to have made too few calls.
     """
-    first_seq = max(left[0].seq, right[0].seq) if left and right else 0
-    left = [call for call in left if call.seq >= first_seq]
-    right = [call for call in right if call.seq >= first_seq]
-    left_keys = tuple(map(make_call_key, left))
-    right_keys = tuple(map(make_call_key, right))
-    steps, is_certain = _trace_alignment(left_keys, right_keys, right_is_short)
-    pairs: list[CallPair] = []
-    for i, j in steps:
-        left_call = None if i is None else left[i]
-        right_call = None if j is None else right[j]
+    if left and right:
+        first_seq = max(left[0].seq, right[0].seq)
+        left = tuple(call for call in left if call.seq >= first_seq)
+        right = tuple(call for call in right if call.seq >= first_seq)
+    best, preceding = _score_cells(list(map(make_call_key, left)), list(map(make_call_key, right)))
+    # At an end, one side has no more calls.
+    ends = [(i, j) for i, j in best if i == len(left) or j == len(right)]
+    highest = max(best[end] for end in ends)
+    best_ends = [end for end in ends if best[end] == highest]
+    # One call too few looks the same as one too many if calls come in rounds of two.
+    if right_is_short:
+        best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
+    end = min(best_ends, key=lambda cell: (abs(cell[0] - cell[1]), -cell[0]))
+    pairs = []
+    cell = end
+    while cell in preceding:
+        following, cell = cell, preceding[cell]
+        i, j = cell
+        left_call = left[i] if i < following[0] else None
+        right_call = right[j] if j < following[1] else None
         pairs.append((left_call, right_call))
-    return Alignment(pairs=tuple(pairs), is_certain=is_certain)
+    pairs.reverse()
+    pairs += [(None, call) for call in right[end[1] :]]
+    pairs += [(call, None) for call in left[end[0] :]]
+    return Alignment(pairs=tuple(pairs), is_certain=len(best_ends) == 1)
 
 
-@lru_cache(maxsize=64)  # every diagnosis of a hanging job aligns the same calls again
-def _trace_alignment(
-    left: tuple[_CallKey, ...], right: tuple[_CallKey, ...], right_is_short: bool
-) -> tuple[tuple[_Step, ...], bool]:
-    """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
-    # The best score of the first i left and j right calls, for all i and j within the band, and the
-    # cell (i, j) that precedes it.
+def _score_cells(
+    left: list[_CallKey], right: list[_CallKey]
+) -> tuple[dict[_Cell, int], dict[_Cell, _Cell]]:
+    """The best score of the first i left and j right calls, for all i and j within the band, and the
+    cell (i, j) that precedes it.
+    """
     best: dict[_Cell, int] = {(0, 0): 0}
     preceding: dict[_Cell, _Cell] = {}
     for i in range(len(left) + 1):
         for j in range(max(0, i - _BAND_CALLS), min(len(right), i + _BAND_CALLS) + 1):
-            scores: list[tuple[int, _Cell]] = []
+            scores = []
             for cell in ((i, j - 1), (i - 1, j)):
                 if cell in best:
                     scores.append((best[cell] + _GAP_SCORE, cell))
@@ -101,25 +112,7 @@ def _trace_alignment(
                 scores.append((best[cell] + pair_score, cell))
             if scores:
                 best[i, j], preceding[i, j] = max(scores, key=itemgetter(0))
-    # At an end, one side has no more calls.
-    ends = [(i, j) for i, j in best if i == len(left) or j == len(right)]
-    highest = max(best[end] for end in ends)
-    best_ends = [end for end in ends if best[end] == highest]
-    # One call too few looks the same as one too many if calls come in rounds of two.
-    if right_is_short:
-        best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
-    end = min(best_ends, key=lambda cell: (abs(cell[0] - cell[1]), -cell[0]))
-    steps: list[_Step] = []
-    cell = end
-    while cell in preceding:
-        following, cell = cell, preceding[cell]
-        i, j = cell
-        is_left_paired, is_right_paired = i < following[0], j < following[1]
-        steps.append((i if is_left_paired else None, j if is_right_paired else None))
-    steps.reverse()
-    steps += [(None, k) for k in range(end[1], len(right))]
-    steps += [(k, None) for k in range(end[0], len(left))]
-    return tuple(steps), len(best_ends) == 1
+    return best, preceding
 
 
 def _score_pair(one: _CallKey, other: _CallKey) -> int:

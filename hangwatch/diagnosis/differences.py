@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from hangwatch.model.calls import Call
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
-from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.ranks import Lifecycle, Ranks
 from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Side, Verdict
-from hangwatch.tracking.call_stream import CallStream, CallWindow
+from hangwatch.tracking.call_stream import CallWindow, StreamsByRank
 
 from .alignment import (
     MAX_WINDOW_CALLS,
     Alignment,
     CallPair,
+    Calls,
     align_calls,
     make_call_key,
     select_window,
@@ -29,9 +30,10 @@ from .messages import (
     format_call,
     format_exception,
     format_waiter_count,
+    pluralize,
 )
 
-RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
+RankSides = tuple[Ranks, Ranks]  # the others, the culprits
 # A predicate that follows the culprits' name, empty if nothing is certain, and the first call that only
 # one side made, if that is known.
 _Explanation = tuple[str, int | None]
@@ -67,8 +69,9 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     spec = KINDS[verdict.kind]
     if not spec.compares_calls or sides is None:
         return verdict
-    left = comparison.get_calls(sides[0])
-    right = comparison.get_calls(sides[1])
+    others, culprits = sides
+    left = comparison.get_calls(others)
+    right = comparison.get_calls(culprits)
     if not left or not right:
         return verdict
     right_is_short = not spec.is_call_error or _ended_loop_early(left, right, seq)
@@ -76,35 +79,36 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     lone_exceptions = find_lone_exceptions(alignment.pairs)
     if not lone_exceptions and not has_diverged(alignment.pairs):
         return verdict
-    is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+    is_tie = not set(others).isdisjoint(verdict.culprits)
     reference = "the others"
     if is_tie or len(group.ranks) == 2:
-        reference = describe_ranks(sides[0])
-    verb, pronoun = ("have been", "they") if len(sides[1]) > 1 else ("has been", "it")
+        reference = describe_ranks(others)
     if lone_exceptions:
         raised_call = lone_exceptions[0][1]
         is_shown = any(call_class.call.raised for call_class in verdict.calls)
         if verdict.kind is VerdictKind.MISMATCH and not is_shown:
-            calls = (*verdict.calls, CallClass(ranks=sides[1], call=raised_call))
+            calls = (*verdict.calls, CallClass(ranks=culprits, call=raised_call))
             verdict = replace(verdict, calls=calls, site=raised_call.site)
-        behind = f"{verb} {_count_calls(len(lone_exceptions))} behind {reference}"
-        note, since_seq = comparison.explain_exception(sides[1], raised_call, behind)
+        distance = _count_calls(len(lone_exceptions))
+        behind = f"{pluralize('has been', culprits)} {distance} behind {reference}"
+        note, since_seq = comparison.explain_exception(culprits, raised_call, behind)
     else:
-        note, since_seq = _explain_alignment(alignment, reference, verb)
+        note, since_seq = _explain_alignment(alignment, reference, culprits)
         if not note and verdict.kind is VerdictKind.MISMATCH:
             note, since_seq = _explain_omission(left, right, seq)
-    culprits = describe_ranks(sides[1])
     if note:
-        subject = pronoun  # the summary is about these ranks only
-        if "splits" in verdict.differing_fields or is_tie:
-            subject = culprits
-        verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
+        subject = describe_ranks(culprits)
+        # The summary is about other ranks as well.
+        needs_names = is_tie or "splits" in verdict.differing_fields
+        short_subject = subject if needs_names else pluralize("it", culprits)
+        verdict = replace(verdict, summary=f"{verdict.summary}; {short_subject} {note}")
+        note = f"{subject} {note}"
     divergence = Divergence(
         group=group,
         sides=tuple(Side(ranks=ranks) for ranks in sides),
         rows=select_rows(alignment.pairs),
         since_seq=since_seq,
-        note=f"{culprits} {note}" if note else "",
+        note=note,
     )
     return replace(verdict, divergence=divergence)
 
@@ -114,7 +118,7 @@ class _Comparison:
     """The calls of a group's members up to call ``seq``, which a verdict is about."""
 
     context: DiagnosisContext
-    members: dict[int, CallStream]
+    members: StreamsByRank
     seq: int
 
     def split_sides(self, verdict: Verdict) -> RankSides | None:
@@ -127,20 +131,19 @@ class _Comparison:
         known_others = tuple(rank for rank in others or () if rank in self.members)
         return (known_others, culprits) if known_others and culprits else None
 
-    def get_calls(self, ranks: tuple[int, ...]) -> list[Call]:
+    def get_calls(self, ranks: Ranks) -> Calls:
         """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
         first one that is alive, whose calls are requested.
         """
         rank = next(filter(self._has_sent_calls, ranks), None)
-        has_sent_calls = rank is not None
         if rank is None:
             alive = (process.rank for process in self.context.iter_alive(ranks))
             rank = next(alive, ranks[0])
         stream = self.members[rank]
         last_seq = min(stream.entered, self.seq)
         if not stream.is_counted(last_seq):
-            return []
-        if last_seq > 0 and not has_sent_calls:
+            return ()
+        if last_seq > 0 and not self._has_sent_calls(rank):
             window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
             self.context.request_calls(rank, stream, window)
         return select_window(stream.calls, last_seq)
@@ -157,10 +160,10 @@ class _Comparison:
         waiting = [rank for rank in verdict.waiting if rank in members]
         ahead = [rank for rank in waiting if members[rank].entered > self.seq]
         inside = tuple(rank for rank in waiting if members[rank].entered == self.seq)
-        inside_calls = self.get_calls(inside) if ahead and inside else []
+        inside_calls = self.get_calls(inside) if ahead and inside else ()
         if not inside_calls:
             return verdict
-        exceptions: dict[int, tuple[Call, Call]] = {}
+        exceptions = {}
         for rank in ahead[:_MAX_REQUESTED_RANKS]:
             alignment = align_calls(inside_calls, self.get_calls((rank,)))
             lone_exceptions = find_lone_exceptions(alignment.pairs)
@@ -188,7 +191,7 @@ class _Comparison:
             site=raised_call.site,
         )
 
-    def explain_exception(self, ranks: tuple[int, ...], call: Call, behind: str) -> _Explanation:
+    def explain_exception(self, ranks: Ranks, call: Call, behind: str) -> _Explanation:
         """A call that raised an exception on ``ranks`` only. Unless their scripts are known to have
         continued, the exception may have ended them. ``behind`` is the clause on how many calls they are behind.
         """
@@ -221,7 +224,7 @@ class _Comparison:
         return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
 
 
-def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
+def _ended_loop_early(left: Calls, right: Calls, seq: int) -> bool:
     """Whether at ``seq`` the right side makes a call that was never made before while the left side
     repeats one: the right side left its loop first.
     """
@@ -229,14 +232,15 @@ def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
     if left_call is None or right_call is None:
         return False
     keys_before = {make_call_key(call) for call in left if call.seq < seq}
-    return make_call_key(left_call) in keys_before and make_call_key(right_call) not in keys_before
+    is_new = make_call_key(right_call) not in keys_before
+    return is_new and make_call_key(left_call) in keys_before
 
 
-def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Explanation:
+def _explain_alignment(alignment: Alignment, reference: str, ranks: Ranks) -> _Explanation:
     shift = find_shift(alignment)
     if shift is not None:
         is_exact = shift.first is not None and shift.first.seq == shift.last.seq
-        return describe_shift(shift, reference, verb), shift.last.seq if is_exact else None
+        return describe_shift(shift, reference, ranks), shift.last.seq if is_exact else None
     swapped = find_swapped_calls(alignment)
     if swapped is None:
         return "", None
@@ -249,7 +253,7 @@ def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Expl
     return note, min(left.seq, right.seq)
 
 
-def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
+def _explain_omission(left: Calls, right: Calls, seq: int) -> _Explanation:
     """The calls that the right side probably skipped at ``seq``, by the order of earlier rounds. It may
     also have repeated the call that it makes instead, if it had just made that.
     """
@@ -312,7 +316,8 @@ def find_shift(alignment: Alignment) -> CallShift | None:
         return None
     side = 1 if pairs[start][0] is None else 0  # the side with the calls that the other one lacks
     run, after = pairs[start : start + count], pairs[start + count :]
-    if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
+    is_single_run = all(pair[1 - side] is None for pair in run)
+    if not is_single_run or not all(map(_is_exact_match, after)):
         return None
     longer = _select_side(pairs, side)
     keys = list(map(make_call_key, longer))
@@ -383,7 +388,8 @@ def find_swapped_calls(alignment: Alignment) -> tuple[Call, Call] | None:
     if not alignment.is_certain or len(unpaired) != 2:
         return None
     earlier, later = (alignment.pairs[index] for index in unpaired)
-    left, right = earlier[0] or later[0], earlier[1] or later[1]
+    left = earlier[0] or later[0]
+    right = earlier[1] or later[1]
     after = alignment.pairs[unpaired[1] + 1 :]
     if left is None or right is None or not after or not all(map(_is_exact_match, after)):
         return None
@@ -391,7 +397,7 @@ def find_swapped_calls(alignment: Alignment) -> tuple[Call, Call] | None:
     return (left, right) if is_same_call else None
 
 
-def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call]:
+def find_left_out_calls(left: Calls, right: Calls, seq: int) -> list[Call]:
     """The calls that the right side skipped at ``seq``, where the sides diverge, judged by the order
     of these calls in earlier rounds.
 
@@ -406,19 +412,18 @@ def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -
     if left_key == right_key:
         return []
     # The last round with the same call as the left side makes now, after the same call as before.
-    for round_seq in sorted(keys, reverse=True):
-        is_same_call = keys[round_seq] == left_key
-        if is_same_call and keys.get(round_seq - 1) == keys.get(seq - 1):
-            break
-    else:
+    key_before = keys.get(seq - 1)
+    rounds = [n for n, key in keys.items() if key == left_key and keys.get(n - 1) == key_before]
+    if not rounds:
         return []
+    round_seq = max(rounds)
     for distance in range(1, _MAX_ROUND_CALLS):
         if keys.get(round_seq + distance) == right_key:
             return [left_call, *(calls[round_seq + i] for i in range(1, distance))]
     return []
 
 
-def _find_call(calls: Sequence[Call], seq: int) -> Call | None:
+def _find_call(calls: Calls, seq: int) -> Call | None:
     return next((call for call in calls if call.seq == seq), None)
 
 
@@ -428,7 +433,7 @@ def select_rows(pairs: Sequence[CallPair]) -> tuple[AlignedPair, ...]:
     for index, pair in enumerate(pairs):
         if None in pair or find_lone_exceptions([pair]):
             shown.update(range(index - _CONTEXT_ROWS, index + _CONTEXT_ROWS + 1))
-    rows: list[AlignedPair] = []
+    rows = []
     previous = -1
     for index, pair in enumerate(pairs):
         if index in shown:
@@ -437,23 +442,23 @@ def select_rows(pairs: Sequence[CallPair]) -> tuple[AlignedPair, ...]:
     return tuple(rows)
 
 
-def describe_shift(shift: CallShift, reference: str, verb: str) -> str:
-    """How far the ranks are behind or ahead, and since when; ``verb`` is has been or have been."""
+def describe_shift(shift: CallShift, reference: str, ranks: Ranks) -> str:
+    """How far the ranks are behind or ahead, and since when."""
     count, first, last = shift.count, shift.first, shift.last
     direction = "behind" if count > 0 else "ahead of"
-    text = f"{verb} {_count_calls(abs(count))} {direction} {reference} since"
+    text = (
+        f"{pluralize('has been', ranks)} {_count_calls(abs(count))} {direction} {reference} since"
+    )
     if first is None:
         return f"{text} call {last.seq} or earlier"
     if first.seq != last.seq:
         return f"{text} one of calls {first.seq}-{last.seq} ({format_call(first, ', ')})"
-    pronoun = "they" if verb == "have been" else "it"
+    made = pluralize("which it never made", ranks)
     if count > 1:
-        which = f"the first that {pronoun} never made"
-    elif count == 1:
-        which = f"which {pronoun} never made"
-    else:
-        which = "which the others never made"
-    return f"{text} call {first.seq} ({format_call(first, ', ')}), {which}"
+        made = pluralize("the first that it never made", ranks)
+    elif count < 0:
+        made = "which the others never made"
+    return f"{text} call {first.seq} ({format_call(first, ', ')}), {made}"
 
 
 def _count_calls(count: int) -> str:

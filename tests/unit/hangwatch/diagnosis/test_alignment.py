@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis.alignment import align_calls, select_window
+from hangwatch.diagnosis.alignment import Calls, align_calls, select_window
 from hangwatch.diagnosis.differences import (
     find_left_out_calls,
     find_shift,
@@ -25,16 +25,16 @@ from tests.simulation.scripted_job import ScriptedJob, make_signature
 _OPS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 
 
-def parse_calls(text: str, first: int = 1) -> list[Call]:
+def parse_calls(text: str, first: int = 1) -> Calls:
     """``a1 b2``: an all_reduce at line 1, then a broadcast at line 2."""
-    return [
+    return tuple(
         Call(
             seq=seq,
             signature=make_signature(_OPS[word[0]]),
             site=Site(file="train.py", line=int(word[1:]), function="step"),
         )
         for seq, word in enumerate(text.split(), first)
-    ]
+    )
 
 
 def align_rows(left: str, right: str, short: bool = False) -> list[tuple[int | None, int | None]]:
@@ -57,7 +57,7 @@ def describe_shift(
 
 def test_equal_sequences_have_no_divergence() -> None:
     assert not has_diverged(align_calls(parse_calls("a1 b2 a1"), parse_calls("a1 b2 a1")).pairs)
-    assert align_calls([], parse_calls("a1")).pairs == ((None, parse_calls("a1")[0]),)
+    assert align_calls((), parse_calls("a1")).pairs == ((None, parse_calls("a1")[0]),)
 
 
 def test_rank_that_is_behind_has_no_divergence() -> None:
@@ -150,7 +150,7 @@ def test_skipped_call_is_inferred_from_earlier_rounds() -> None:
 def test_window_ends_at_missing_calls() -> None:
     calls = {c.seq: c for c in parse_calls("a1 " * 9) if c.seq != 4}
     assert [c.seq for c in select_window(calls, 6)] == [5, 6, 7, 8, 9]
-    assert select_window(calls, 4) == []
+    assert select_window(calls, 4) == ()
 
 
 def test_only_rows_near_difference_are_shown() -> None:
