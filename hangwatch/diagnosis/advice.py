@@ -53,17 +53,8 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         subject = describe_blocking_thread(whole_process, thread)
         predicate = "holds the GIL." if subject != whole_process else ""
         if sample is not None:
-            is_progress_known = _is_slow(spec) and (
-                bool(working_threads) or is_transferring(process, verdict.began_at)
-            )
             activity = _describe_activity(
-                spec,
-                process,
-                sample,
-                thread,
-                working_threads,
-                is_progress_known,
-                verdict.began_at,
+                spec, process, sample, thread, working_threads, verdict.began_at
             )
             predicate = activity or predicate
         has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
@@ -74,7 +65,7 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         advice = f" {verdict.advice}"
         if spec.stack_advice is StackAdvice.INSTEAD:
             advice = ""
-        elif _is_slow(spec) and working_threads:
+        elif spec.severity is Severity.WARNING and working_threads:
             advice = f" {_SLOW_NOT_STUCK_ADVICE}"
         return replace(verdict, advice=f"{subject} {predicate}{advice}")
     return verdict
@@ -82,11 +73,11 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 
 def add_exception_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """Adds the exception that the first culprit is handling, if no rank that waits handles the same."""
-    usual = {
-        (process.handling.type, process.handling.site)
-        for rank in verdict.waiting
-        if (process := context.processes.get(rank)) is not None and process.handling is not None
-    }
+    usual = set()
+    for rank in verdict.waiting:
+        process = context.processes.get(rank)
+        if process is not None and process.handling is not None:
+            usual.add((process.handling.type, process.handling.site))
     for rank in verdict.culprits:
         process = context.processes.get(rank)
         handling = process.handling if process is not None else None
@@ -118,34 +109,27 @@ def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdi
     ]
     if not callers:
         return verdict
-    for rank in dict.fromkeys(
-        rank for caller in callers for rank in context.list_called_samples_due(caller, since)
-    ):
-        context.request_stack(rank)
-    executions = [
-        (rank, thread)
-        for rank in sorted(context.processes)
-        if callers != [rank]
-        for thread in list_remote_executions_since(context.processes[rank], since)
-    ]
-    texts = [
-        f"Rank {rank} executes a remote call, which may be this one: {_describe_execution(thread)}."
-        for rank, thread in executions[:_MAX_EXECUTIONS_SHOWN]
-    ]
-    if hidden := len(executions) - len(texts):
-        texts.append(f"So do {hidden} more threads.")
+    for caller in callers:
+        for rank in context.list_called_samples_due(caller, since):
+            context.request_stack(rank)
+    texts: list[str] = []
+    hidden_count = 0
+    for rank in sorted(context.processes):
+        if callers == [rank]:
+            continue
+        for thread in list_remote_executions_since(context.processes[rank], since):
+            if len(texts) == _MAX_EXECUTIONS_SHOWN:
+                hidden_count += 1
+                continue
+            name = thread.thread.removeprefix("thread ")
+            place = f"its thread {name} is at {find_user_site(thread)}"
+            waits = classify_activity(thread).waits
+            if waits:
+                place = f"{place}, where it {waits.phrase}"
+            texts.append(f"Rank {rank} executes a remote call, which may be this one: {place}.")
+    if hidden_count:
+        texts.append(f"So do {hidden_count} more threads.")
     return replace(verdict, advice=" ".join([verdict.advice, *texts]).strip())
-
-
-def _describe_execution(thread: ThreadStack) -> str:
-    name = thread.thread if thread.thread.startswith("thread ") else f"thread {thread.thread}"
-    text = f"its {name} is at {find_user_site(thread)}"
-    waits = classify_activity(thread).waits
-    return f"{text}, where it {waits.phrase}" if waits else text
-
-
-def _is_slow(spec: KindSpec) -> bool:
-    return spec.severity is Severity.WARNING
 
 
 def _describe_activity(
@@ -154,13 +138,12 @@ def _describe_activity(
     sample: StackSample,
     thread: ThreadStack | None,
     working_threads: Collection[ThreadStack],
-    is_progress_known: bool,
     since: float,
 ) -> str:
     """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...`` on the
     thread that keeps the rank from its call; empty if the stack shows nothing.
     """
-    is_slow = _is_slow(spec)
+    is_slow = spec.severity is Severity.WARNING
     activity = classify_activity(thread)
     # A frozen rank does not sleep, whatever its line shows; a sleep is normal in a declared phase.
     may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
@@ -177,7 +160,8 @@ def _describe_activity(
         text = f"{activity}{_describe_blocking_child(activity, sample, working_threads)}."
     # Work that makes progress needs no advice. The general advice for slow ranks already mentions
     # `hangwatch.phase`.
-    if activity.advice and not is_progress_known:
+    makes_progress = bool(working_threads) or is_transferring(process, since)
+    if activity.advice and not (is_slow and makes_progress):
         text += f" {activity.advice}"
     if activity.may_take_long and not is_slow:
         text += f" {PHASE_HINT}"

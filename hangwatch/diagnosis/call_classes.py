@@ -21,7 +21,7 @@ def classify_members(
     for rank, stream in members.items():
         ranks_by_history[id(stream.reported_hashes)].append(rank)
     ranks_by_hash: defaultdict[int, list[int]] = defaultdict(list)
-    unplaced: list[list[int]] = []  # ranks past `seq` without a hash there, by history
+    unplaced = []  # ranks past `seq` without a hash there, by history
     for ranks in ranks_by_history.values():
         running_hash = members[ranks[0]].hashes_by_seq.get(seq)
         if running_hash is not None:
@@ -32,12 +32,14 @@ def classify_members(
         if counted:
             unplaced.append(counted)
     # The members are in the class that has a later hash of theirs.
-    classes_by_later_hash: dict[tuple[int, int], int] = {}
-    for running_hash, ranks in ranks_by_hash.items() if unplaced else ():
-        for history in list_histories(members[rank] for rank in ranks):
-            later = [position for position in history if position[0] > seq]
-            classes_by_later_hash.update(dict.fromkeys(later, running_hash))
-    unclassified: list[int] = []
+    classes_by_later_hash = {}
+    if unplaced:
+        for running_hash, ranks in ranks_by_hash.items():
+            for history in list_histories(members[rank] for rank in ranks):
+                for position in history:
+                    if position[0] > seq:
+                        classes_by_later_hash[position] = running_hash
+    unclassified = []
     for ranks in unplaced:
         positions = reversed(members[ranks[0]].reported_hashes)
         shared = next((p for p in positions if p in classes_by_later_hash), None)
@@ -54,4 +56,7 @@ def classify_members(
 def list_equal_callers(members: Mapping[int, CallStream], rank: int, seq: int) -> tuple[int, ...]:
     """The ranks whose call ``seq`` is known to be equal to that of ``rank``, and this rank itself."""
     classes, _ = classify_members(members, seq)
-    return next((tuple(ranks) for _, ranks in classes if rank in ranks), (rank,))
+    for _, ranks in classes:
+        if rank in ranks:
+            return tuple(ranks)
+    return (rank,)

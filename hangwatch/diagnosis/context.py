@@ -23,10 +23,10 @@ from hangwatch.model.limits import (
     UNTIMED_GRACE_S,
     Limits,
 )
-from hangwatch.model.ranks import ThreadStack
+from hangwatch.model.ranks import Ranks, ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream, CallWindow
+from hangwatch.tracking.call_stream import CallStream, CallWindow, StreamsByRank
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
 
 from .call_classes import list_equal_callers
@@ -147,7 +147,7 @@ class DiagnosisContext:
         if not stream.has_answered(window):
             self.requests.append(EvidenceRequest.for_calls(rank, stream, window))
 
-    def get_members(self, group: Group) -> dict[int, CallStream]:
+    def get_members(self, group: Group) -> StreamsByRank:
         """The streams of a group's members, by rank."""
         return self.attempt.streams_by_group.get(group.key, {})
 
@@ -185,15 +185,17 @@ class DiagnosisContext:
         if process is None or not awaits_remote_call(process, since):
             return []
         others = (rank for rank in sorted(self.processes) if rank != caller)
-        return [
-            other.rank
-            for other in self.iter_alive(islice(others, _MAX_CALLED_STACKS))
-            if not (samples := list_samples_since(other, since))
-            or self.now - samples[-1].taken_at >= self.limits.stall_after_s
-            or (list_remote_executions_since(other, since) and not has_two_samples(other, since))
-        ]
+        due = []
+        for other in self.iter_alive(islice(others, _MAX_CALLED_STACKS)):
+            samples = list_samples_since(other, since)
+            is_due = not samples or self.now - samples[-1].taken_at >= self.limits.stall_after_s
+            if not is_due and list_remote_executions_since(other, since):
+                is_due = not has_two_samples(other, since)
+            if is_due:
+                due.append(other.rank)
+        return due
 
-    def list_working_callees(self, caller: int, since: float) -> tuple[int, ...]:
+    def list_working_callees(self, caller: int, since: float) -> Ranks:
         """The other ranks that work on a remote call while this rank waits for one: it may be that one."""
         if not awaits_remote_call(self.processes[caller], since):
             return ()
@@ -257,7 +259,7 @@ class DiagnosisContext:
         call = edge.stream.calls.get(edge.seq)
         if call is None:
             return ()
-        ranks: tuple[int, ...] = (edge.wait.rank,)
+        ranks: Ranks = (edge.wait.rank,)
         if edge.stream.peer is None:
             callers = list_equal_callers(self.get_members(edge.group), edge.wait.rank, edge.seq)
             ranks = tuple(rank for rank in callers if rank in waiting) or ranks
@@ -295,7 +297,8 @@ class DiagnosisContext:
         process = self.processes.get(rank)
         if process is None:
             return self.now
-        return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
+        last_seen_at = process.reports.last_seen_at
+        return min(last_seen_at, process.exited_at or last_seen_at)
 
     def get_unable_kind(self, rank: int) -> VerdictKind | None:
         """The kind for a rank that cannot enter the call, because it has left or is frozen; else None."""
@@ -321,29 +324,29 @@ class DiagnosisContext:
         limit_s = process.phase.limit_s or self.limits.slow_limit_s
         return self.now - process.phase.began_at < limit_s
 
-    def _is_stuck_in_device_wait(self, process: Process, since: float) -> bool:
-        """Whether a rank has waited for its device for so long that its kernel hardly ends: a long one looks
-        the same.
-        """
-        age_s = self.get_state_known_until(process.rank) - since
-        is_due = age_s >= self.limits.stall_after_s + UNTIMED_GRACE_S
-        return is_due and waits_for_device(process, since)
-
     def is_working(self, rank: int, since: float) -> bool:
         """Whether the rank, or what it waits for on its host, makes progress."""
         process = self.processes[rank]
+        if rank in self.graph.released_ranks or self.is_in_phase(process):
+            return True
         # A rank that makes calls elsewhere is not stuck before it has been in its own code as long.
-        unchanged_s = self.get_state_known_until(rank) - process.last_advanced_at
-        return (
-            rank in self.graph.released_ranks
-            or unchanged_s < self.limits.stall_after_s
-            or (is_busy(process) and not self._is_stuck_in_device_wait(process, since))
-            or has_stack_changed(process, since)
-            or is_transferring(process, since)
-            or bool(find_working_threads(process, since))
-            or bool(self.list_working_callees(rank, since))
-            or self.is_in_phase(process)
-        )
+        known_until = self.get_state_known_until(rank)
+        if known_until - process.last_advanced_at < self.limits.stall_after_s:
+            return True
+        # A rank may also use the CPU to wait for its device, whose kernel hardly ends if it takes this long.
+        is_overdue = known_until - since >= self.limits.stall_after_s + UNTIMED_GRACE_S
+        if is_busy(process) and not (is_overdue and waits_for_device(process, since)):
+            return True
+        return shows_progress(process, since) or bool(self.list_working_callees(rank, since))
+
+
+def shows_progress(process: Process, since: float) -> bool:
+    """Whether samples since then show that a rank, or what it waits for on its host, makes progress."""
+    return (
+        has_stack_changed(process, since)
+        or is_transferring(process, since)
+        or bool(find_working_threads(process, since))
+    )
 
 
 def is_quiet(attempt: Attempt, now: float, limits: Limits) -> bool:

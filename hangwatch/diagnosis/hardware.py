@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from statistics import mode
 
 from hangwatch.model.hardware import (
@@ -17,12 +18,7 @@ from hangwatch.model.hardware import (
     find_known_problems,
 )
 from hangwatch.model.kinds import KINDS, HardwareScope
-from hangwatch.model.limits import (
-    EVENT_BEFORE_ONSET_S,
-    LATE_BY_S,
-    READING_DELAY_S,
-    REREAD_AFTER_S,
-)
+from hangwatch.model.limits import EVENT_BEFORE_ONSET_S, LATE_BY_S, READING_DELAY_S, REREAD_AFTER_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.model.xids import XidAction, find_xid
 from hangwatch.report.terminal import describe_observation
@@ -97,10 +93,16 @@ class InvolvedHost:
             return ()
         own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in self.processes}
         earliest = self.onset - EVENT_BEFORE_ONSET_S
-        completed_at = min(map(_get_last_completion, self.processes)) - _COMPLETION_DELAY_S
-        concerned: list[Observation] = []
+        completed_at = inf  # the time by which all of them have completed a call
+        for process in self.processes:
+            streams = process.streams.values()
+            times = [max(s.last_completion_at, s.device_changed_at) for s in streams]
+            completed_at = min(completed_at, max(times, default=0.0))
+        concerned = []
         for observation in self.hardware.observations:
-            since = max(earliest, completed_at) if observation.what in _XID_REPORTS else earliest
+            since = earliest
+            if observation.what in _XID_REPORTS:
+                since = max(earliest, completed_at - _COMPLETION_DELAY_S)
             is_late = self.hardware.taken_at - observation.age_s >= since
             is_foreign = (
                 observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names
@@ -108,12 +110,6 @@ class InvolvedHost:
             if observation.source == JOB_SOURCE or (is_late and not is_foreign):
                 concerned.append(observation)
         return tuple(concerned)
-
-
-def _get_last_completion(process: Process) -> float:
-    """When a process was last seen to complete a call; 0.0 if that is not known."""
-    times = [max(s.last_completion_at, s.device_changed_at) for s in process.streams.values()]
-    return max(times, default=0.0)
 
 
 def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost]:
@@ -184,10 +180,12 @@ def _describe_faults(read: Sequence[InvolvedHost], is_complete: bool) -> str:
     found = _group_observations(read, Weight.FAULT)
     if not found:
         return ""
-    of_program = all(
-        o.what == "program_xid" for observations in found.values() for o in observations
+    is_of_program = all(
+        observation.what == "program_xid"
+        for observations in found.values()
+        for observation in observations
     )
-    whose = "the program" if of_program else "its hardware"
+    whose = "the program" if is_of_program else "its hardware"
     if len(found) > 1 or not is_complete:
         shown = [
             f"{host} ({describe_observation(observations[0])})"
@@ -203,15 +201,14 @@ def _describe_faults(read: Sequence[InvolvedHost], is_complete: bool) -> str:
             f"Of {len(read)} hosts, {host} alone reports a fault of {whose}:"
             f" {_join_clauses(observations)}. That this is the cause is inferred."
         )
-    remedies = filter(None, map(_find_remedy, observations))
-    return f"{text} {next(remedies, '')}".rstrip()
-
-
-def _find_remedy(observation: Observation) -> str:
-    if observation.what not in _XID_REPORTS:
-        return _REMEDIES.get(observation.what, "").format(about=observation.about)
-    xid = find_xid(observation.now)
-    return _XID_REMEDIES.get(xid.action, "") if xid is not None else ""
+    for observation in observations:
+        remedy = _REMEDIES.get(observation.what, "").format(about=observation.about)
+        xid = find_xid(observation.now) if observation.what in _XID_REPORTS else None
+        if xid is not None:
+            remedy = _XID_REMEDIES.get(xid.action, "")
+        if remedy:
+            return f"{text} {remedy}"
+    return text
 
 
 def _describe_hints(read: Sequence[InvolvedHost], is_complete: bool) -> str:
@@ -234,13 +231,19 @@ def _describe_hints(read: Sequence[InvolvedHost], is_complete: bool) -> str:
 def _group_observations(
     read: Sequence[InvolvedHost], weight: Weight
 ) -> dict[str, list[Observation]]:
-    """What each host reports of this weight, without what any job has."""
+    """What each host reports of this weight, without what any job has: some lost packets, and GPUs that
+    idle or spin while a rank waits.
+    """
     found: dict[str, list[Observation]] = {}
     for host in read:
         for observation in host.observations:
             if observation.weight is not weight or observation.source == JOB_SOURCE:
                 continue
-            if weight is not Weight.HINT or not _is_ordinary(observation):
+            before, now = observation.before, observation.now
+            is_ordinary = observation.what in _WAITING_GPU
+            if observation.is_counter and isinstance(before, int) and isinstance(now, int):
+                is_ordinary |= now - before < _MIN_HINT_GROWTH
+            if weight is not Weight.HINT or not is_ordinary:
                 found.setdefault(host.name, []).append(observation)
     return found
 
@@ -298,16 +301,6 @@ def _describe_known_problem(read: Sequence[InvolvedHost]) -> str:
             for known in find_known_problems(component, version, machine):
                 return known.describe(version)
     return ""
-
-
-def _is_ordinary(observation: Observation) -> bool:
-    """Whether any job has it: some lost packets, and GPUs that idle or spin while a rank waits."""
-    if observation.what in _WAITING_GPU:
-        return True
-    before, now = observation.before, observation.now
-    if not (isinstance(before, int) and isinstance(now, int)):
-        return False
-    return observation.is_counter and now - before < _MIN_HINT_GROWTH
 
 
 def _format_others(count: int) -> str:

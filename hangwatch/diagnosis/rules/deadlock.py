@@ -14,11 +14,7 @@ from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
 
-from ..context import (
-    MAX_CULPRIT_STACKS,
-    DiagnosisContext,
-    get_newest_call,
-)
+from ..context import MAX_CULPRIT_STACKS, DiagnosisContext, get_newest_call
 from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
@@ -42,7 +38,7 @@ def diagnose_deadlocks(context: DiagnosisContext) -> None:
         if not component.isdisjoint(context.explained_ranks):
             continue
         groups = group_by_awaited(graph.blocked_calls[rank] for rank in component)
-        awaited_ranks: set[int] = set().union(*(group[0].awaited for group in groups))
+        awaited_ranks = {rank for group in groups for rank in group[0].awaited}
         # Ranks outside that have left, are frozen or do not report are the cause, and the cycle may be a
         # consequence.
         is_caused_outside = any(
@@ -54,24 +50,22 @@ def diagnose_deadlocks(context: DiagnosisContext) -> None:
 
 
 def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set[int]) -> None:
-    core, cycle, common_ranks = find_deadlock_core(context.graph, component)
+    graph = context.graph
+    core, cycle, common_ranks = find_deadlock_core(graph, component)
     culprits = tuple(sorted(core))
-    blocked_calls = [blocked for rank in culprits for blocked in context.graph.blocked_calls[rank]]
+    blocked_calls = [blocked for rank in culprits for blocked in graph.blocked_calls[rank]]
     began_at = max(blocked.began_at for blocked in blocked_calls)
     waiting = (component | waiters) - core
-    processes = context.processes
-    # Their waiting is a guess, or another of their threads was seen working.
-    uncertain = {
-        rank
-        for rank in core
-        if rank in context.graph.uncertain_ranks
-        or (rank in processes and has_working_thread(processes[rank], began_at))
-    }
+    # The ranks whose waiting is a guess, or of which another thread was seen working.
+    uncertain = core & graph.uncertain_ranks
+    for rank in core & context.processes.keys():
+        if has_working_thread(context.processes[rank], began_at):
+            uncertain.add(rank)
     for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
         context.request_stack(rank)
     # Devices may execute calls of different groups at the same time, and so in another order.
-    if uncertain or not core.isdisjoint(context.graph.held_up_ranks):
-        known_until = min(context.get_state_known_until(rank) for rank in core)
+    if uncertain or not core.isdisjoint(graph.held_up_ranks):
+        known_until = min(map(context.get_state_known_until, core))
         is_confirmed = known_until - began_at >= context.limits.stall_after_s
     else:
         # Once the requested stacks have arrived, a thread working beside the waiting one would have been
@@ -82,7 +76,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         is_confirmed = context.now - began_at >= needed_waits * MIN_WAIT_S
     calls: list[CallClass] = []
     for rank in culprits[:_MAX_CALLS_SHOWN]:
-        calls += get_newest_call(context.graph.blocked_calls[rank][0].stream, rank)
+        calls += get_newest_call(graph.blocked_calls[rank][0].stream, rank)
     cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in cycle]
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
@@ -112,19 +106,16 @@ def _add_tag_mismatch(
     """
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
+    resolver = context.graph.resolver
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        sends = sorted(
-            context.graph.resolver.find_channels(
-                edge.wait.on_rank, StreamKind.SEND, edge.wait.rank, edge.group
-            ),
-            # A stream in which the sender is blocked counts more than one that is older.
-            key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at),
-        )
-        for sending in sends:
-            receive_count = context.graph.resolver.count_met_calls(edge.wait.on_rank, sending)
+        receiver, sender = edge.wait.rank, edge.wait.on_rank
+        sends = resolver.find_channels(sender, StreamKind.SEND, receiver, edge.group)
+        was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)
+        # A stream in which the sender is blocked counts more than one that is older.
+        for sending in sorted(sends, key=lambda s: (id(s) not in blocking_streams, s.entered_at)):
+            receive_count = resolver.count_met_calls(sender, sending)
             if sending.tag != edge.stream.tag and sending.entered > receive_count:
                 is_blocking = id(sending) in blocking_streams
-                was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)
                 return _explain_by_tags(verdict, edge, sending, is_blocking, was_awaited_tag_sent)
     return verdict
 
@@ -182,7 +173,7 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     groups_by_awaited = graph.index.groups_by_awaited
     chain_ends = graph.find_chain_ends()
     # The number of ranks that each waiter group needs and that are waiting themselves.
-    missing_counts: list[int] = []
+    missing_counts = []
     for group in graph.waiter_groups:
         awaited = group[0].awaited
         needed_count = 1 if group[0].any_suffices else len(awaited)
@@ -238,7 +229,7 @@ def find_deadlock_core(
     common_ranks = {rank for rank in cycle_ranks if _is_acyclic(graph, component - {rank})}
     # The waiter groups that wait for any of these, with their ranks of the component only.
     by_awaited = graph.index.groups_by_awaited
-    waiter_groups: list[list[BlockedCall]] = []
+    waiter_groups = []
     for index in {index for rank in common_ranks for index in by_awaited.get(rank, ())}:
         in_component = [b for b in graph.waiter_groups[index] if b.rank in component]
         if in_component:
@@ -259,11 +250,12 @@ def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[in
     to_search = list(ranks)
     while to_search:
         for blocked in graph.blocked_calls.get(to_search.pop(), ()):
-            if id(blocked.awaited) not in searched:
-                searched.add(id(blocked.awaited))
-                unseen = (blocked.awaited.keys() & within) - seen
-                seen |= unseen
-                to_search += unseen
+            if id(blocked.awaited) in searched:
+                continue
+            searched.add(id(blocked.awaited))
+            unseen = (blocked.awaited.keys() & within) - seen
+            seen |= unseen
+            to_search += unseen
     return seen
 
 
@@ -281,12 +273,15 @@ def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[
     searched: set[int] = set()  # the identities of mappings
     to_search = [start]
     for rank in to_search:  # grows in the loop
-        for blocked in graph.blocked_calls[rank] if start not in edge_to else ():
-            if id(blocked.awaited) not in searched:
-                searched.add(id(blocked.awaited))
-                unreached = sorted((blocked.awaited.keys() & component) - edge_to.keys())
-                edge_to.update({awaited: blocked.make_edge(awaited) for awaited in unreached})
-                to_search += unreached
+        if start in edge_to:
+            break
+        for blocked in graph.blocked_calls[rank]:
+            if id(blocked.awaited) in searched:
+                continue
+            searched.add(id(blocked.awaited))
+            for awaited in sorted((blocked.awaited.keys() & component) - edge_to.keys()):
+                edge_to[awaited] = blocked.make_edge(awaited)
+                to_search.append(awaited)
     path = [edge_to[start]]
     while path[-1].wait.rank != start:
         path.append(edge_to[path[-1].wait.rank])

@@ -11,6 +11,7 @@ import re
 import signal
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
@@ -101,7 +102,7 @@ def get_failure_time(process: Process) -> float:
     times = [process.exited_at, process.exception_at]
     if process.lifecycle is Lifecycle.EXITING or _is_exit_unseen(process):
         times.append(process.activity.pulse_at)
-    return min((at for at in times if at is not None), default=float("inf"))
+    return min((at for at in times if at is not None), default=inf)
 
 
 def _is_exit_unseen(process: Process) -> bool:
@@ -118,7 +119,7 @@ def _sort_by_cause(failed: list[Process]) -> list[Process]:
     exception elsewhere. A process that was terminated after such a report was terminated because of
     it.
     """
-    peer_error_times = sorted(get_failure_time(p) for p in failed if has_peer_error(p))
+    first_peer_error_at = min(map(get_failure_time, filter(has_peer_error, failed)), default=inf)
     exception_times = sorted(
         p.exception_at for p in failed if p.exception_at is not None and not has_peer_error(p)
     )
@@ -129,8 +130,8 @@ def _sort_by_cause(failed: list[Process]) -> list[Process]:
             # A process that times out closes its connections, and its peers may report that first.
             lead_s = DETECTION_DELAY_S if has_timed_out(process) else 0.0
             return failed_at + PEER_ERROR_DELAY_S - lead_s, False
-        if was_terminated(process) and peer_error_times and peer_error_times[0] <= failed_at:
-            return max(failed_at, peer_error_times[0] + PEER_ERROR_DELAY_S), True
+        if was_terminated(process) and first_peer_error_at <= failed_at:
+            return max(failed_at, first_peer_error_at + PEER_ERROR_DELAY_S), True
         if _is_exit_unseen(process) and process.exception is None:
             earlier_count = bisect_right(exception_times, failed_at + DETECTION_DELAY_S)
             if earlier_count:
@@ -166,9 +167,9 @@ def diagnose_exits(context: DiagnosisContext) -> None:
             _accuse_departed(context, VerdictKind.EXITED_RANK, departed, failed, last)
             return
         not_reporting = _find_not_reporting_since(context, first, last)
-        silences = [context.graph.silent_ranks.get(rank) for rank in not_reporting]
         lost_by = context.now - context.limits.stall_after_s
-        if any(silence is not None and silence.last_alive_at <= lost_by for silence in silences):
+        silences = context.graph.silent_ranks
+        if any(r in silences and silences[r].last_alive_at <= lost_by for r in not_reporting):
             lost_ranks = context.find_silent_node_mates(not_reporting)
             _accuse_departed(context, VerdictKind.LOST_NODE, lost_ranks, failed, last)
             return
@@ -241,7 +242,7 @@ def _find_departed_before(context: DiagnosisContext, first: Process, last: CallS
     """The ranks that had finished without a failure, and that the first failed rank waited for in
     its ``last`` call, directly or through other ranks.
     """
-    departed: list[int] = []
+    departed = []
     seen = {first.rank}
     to_search = [first]
     resolver = context.graph.resolver
@@ -335,9 +336,8 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
     waiting = context.graph.find_waiters_of([first.rank])
     waiting |= context.graph.get_waiting_ranks() - {first.rank}
     waiting |= context.find_waiting_devices([first.rank])
-    call_inside: CallStream | None = None
-    if last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE:
-        call_inside = last
+    is_in_call = last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE
+    call_inside = last if is_in_call else None
     summary, advice = _describe_death(failed)
     verdict = Verdict(
         kind=VerdictKind.DEAD_RANK,
@@ -392,13 +392,12 @@ def _describe_death(failed: list[Process]) -> Messages:
 
 def _format_exception_advice(others: list[Process]) -> str:
     """The advice on whether exceptions of other failed ranks are consequences, as far as that is known."""
-    types_by_rank = {
-        process.rank: process.exception.type
-        for process in others
-        if process.exception is not None
-        and not has_peer_error(process)
-        and process.exception.type != _INTERRUPT
-    }
+    types_by_rank = {}
+    for process in others:
+        exception = process.exception
+        if exception is None or exception.type == _INTERRUPT or has_peer_error(process):
+            continue
+        types_by_rank[process.rank] = exception.type
     if not types_by_rank:
         return "Its exception came first; the errors of other ranks are consequences of it."
     # A lost connection raises exceptions of other types.
@@ -498,8 +497,8 @@ class _TimeoutSearch:
         awaited = resolver.find_awaited_ranks(rank, stream, is_blocking)
         members = stream.group_state.members if stream.group_state is not None else {}
         # Members that had entered the call may have ended since, because of the same absent ranks.
-        entered_in_time: set[int] = set()
-        absent: dict[int, int] = {}
+        entered_in_time = set()
+        absent = {}
         for member, other in members.items():
             if other.entered >= stream.entered and other.entered_at <= self.timed_out_at:
                 entered_in_time.add(member)
@@ -512,19 +511,20 @@ class _TimeoutSearch:
 
     def _find_waited_streams(self, rank: int, awaited: CallStream) -> list[CallStream]:
         """The calls in which a rank that had not entered ``awaited`` waited itself."""
-        process = self.context.processes.get(rank)
+        context = self.context
+        process = context.processes.get(rank)
         if process is None:
             # A rank that never reported was absent when groups were set up; for later calls, that
             # is unknown.
             self.is_uncertain |= awaited.kind is not StreamKind.SETUP
             return []
-        known_until = self.context.get_state_known_until(rank)
+        known_until = context.get_state_known_until(rank)
         has_later_progress = process.reports.last_progress_at > process.reports.last_seen_at
         if process.is_alive and (known_until < self.timed_out_at or has_later_progress):
             self.not_reporting = True
-            if self.context.now - self.timed_out_at >= self.context.limits.lost_after_s:
+            if context.now - self.timed_out_at >= context.limits.lost_after_s:
                 self.is_uncertain = True
-        if _was_frozen(self.context, rank):
+        if _was_frozen(context, rank):
             return []
         blocked_from, blocked_until = process.blocked_interval
         blocked_s = min(blocked_until, self.timed_out_at) - max(blocked_from, awaited.entered_at)
@@ -557,7 +557,7 @@ def _make_verdict_at_timeout(
     victims: set[int],
     due: bool,
 ) -> Verdict:
-    kinds: dict[int, VerdictKind] = {}
+    kinds = {}
     for rank in search.chain_ends:
         if is_not_initialized(context.processes.get(rank)):
             kinds[rank] = VerdictKind.STARTUP_STALL
@@ -570,8 +570,7 @@ def _make_verdict_at_timeout(
     edge = search.chain_ends[culprits[0]]
     waiting = set(victims)
     if edge.stream.peer is None:
-        members = context.get_members(edge.group)
-        for rank, stream in members.items():
+        for rank, stream in context.get_members(edge.group).items():
             if stream.entered >= edge.seq and stream.entered_at <= search.timed_out_at:
                 waiting.add(rank)
     waiting -= search.chain_ends.keys()

@@ -17,7 +17,7 @@ from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S, MIN_WAIT_S
 from hangwatch.model.operators import OPERATIONS, ListSide
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.attempt import find_divergence
-from hangwatch.tracking.call_stream import CallStream, CallWindow
+from hangwatch.tracking.call_stream import CallStream, CallWindow, StreamsByRank
 
 from ..context import DiagnosisContext, get_newest_call
 from ..graph.edges import get_op_name, has_receives_from_any
@@ -58,7 +58,7 @@ def diagnose_invalid_peers(context: DiagnosisContext) -> None:
     """
     for rank in sorted(context.attempt.misaddressing_ranks):
         for stream in context.processes[rank].unfinished_streams:
-            argument, seq = decode_invalid_peer(stream.peer), stream.entered
+            argument = decode_invalid_peer(stream.peer)
             if argument is None or context.now - stream.entered_at < MIN_WAIT_S:
                 continue
             end = "destination" if stream.kind is StreamKind.SEND else "source"
@@ -66,29 +66,40 @@ def diagnose_invalid_peers(context: DiagnosisContext) -> None:
                 f"rank {rank} called {get_op_name(stream)} with {end} {argument}, which is no rank of"
                 f" {describe_position(stream.group, None)}"
             )
-            calls, advice = get_newest_call(stream, rank), _INVALID_PEER_ADVICE
             _accuse_callers(
-                context, {rank: stream}, (rank,), seq, ("peer",), calls, summary, advice
+                context,
+                {rank: stream},
+                (rank,),
+                stream.entered,
+                ("peer",),
+                get_newest_call(stream, rank),
+                summary,
+                _INVALID_PEER_ADVICE,
             )
 
 
 def _compare_channel(
     context: DiagnosisContext, rank: int, sending: CallStream, receiving: CallStream
 ) -> None:
-    receiver = context.processes.get(sending.peer) if sending.peer is not None else None
+    peer = sending.peer
+    if peer is None:
+        return
+    receiver = context.processes.get(peer)
     if receiver is not None and has_receives_from_any(receiver, receiving):
         return
     for seq in sorted(sending.calls):
         if not (sending.is_counted(seq) and receiving.is_counted(seq)):
             return
-        sent, expected, peer = sending.calls[seq], receiving.calls.get(seq), sending.peer
-        if expected is None or peer is None:
+        sent, expected = sending.calls[seq], receiving.calls.get(seq)
+        if expected is None:
             continue
         ours, theirs = sent.signature, expected.signature
-        differing_fields: tuple[str, ...] = ("dtype",) if ours.dtype != theirs.dtype else ()
+        fields = []
+        if ours.dtype != theirs.dtype:
+            fields.append("dtype")
         if ours.numel != theirs.numel:
-            differing_fields += ("shape",)
-        if not differing_fields or UNKNOWN_OP in (ours.op, theirs.op):
+            fields.append("shape")
+        if not fields or UNKNOWN_OP in (ours.op, theirs.op):
             continue
         callers = {rank: sending, peer: receiving}
         outliers = tuple(sorted(callers))
@@ -96,6 +107,7 @@ def _compare_channel(
             CallClass(ranks=(rank,), call=replace(sent, peer=peer)),
             CallClass(ranks=(peer,), call=replace(expected, peer=rank)),
         )
+        differing_fields = tuple(fields)
         summary = describe_mismatch(outliers, calls, differing_fields, sending.group, seq)
         _accuse_callers(context, callers, outliers, seq, differing_fields, calls, summary)
         return
@@ -113,7 +125,8 @@ def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
     receiver = context.processes.get(sending.peer)
     if divergence is None or receiver is None or has_receives_from_any(receiver, receiving):
         return
-    window, last_equal = choose_window(divergence), divergence.last_equal
+    window = choose_window(divergence)
+    last_equal = divergence.last_equal
     is_lost = False
     for rank, end in ends.items():
         if not knows_calls(end, window, last_equal):
@@ -121,7 +134,7 @@ def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
             is_lost |= end.has_answered(window)
     if not is_lost:
         return
-    seq, outliers = divergence.first_different, tuple(sorted(ends))
+    seq = divergence.first_different
     summary = (
         f"what rank {receiving.peer} sent differs from what rank {sending.peer} received at or before"
         f" {describe_position(sending.group, seq)}"
@@ -129,7 +142,7 @@ def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
     if last_equal:
         summary += f", and after call {last_equal}"
     summary += "; the records of the calls in between could not be fetched"
-    _accuse_callers(context, ends, outliers, seq, (), (), summary)
+    _accuse_callers(context, ends, tuple(sorted(ends)), seq, (), (), summary)
 
 
 class SplitExchange(NamedTuple):
@@ -141,7 +154,7 @@ class SplitExchange(NamedTuple):
     expected: float
 
 
-def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
+def _compare_splits(context: DiagnosisContext, members: StreamsByRank) -> None:
     """Compares what the members of a group send in calls with sizes for each member with what their
     receivers expect.
     """
@@ -157,14 +170,13 @@ def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -
         if len({call.signature.op for call in calls.values()}) > 1:
             continue
         exchanges = list(_iter_exchanges(calls, group))
-        if any(exchange.sent != exchange.expected for exchange in exchanges):
-            _accuse_split_outliers(context, members, seq, calls, exchanges)
+        conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
+        if conflicts:
+            _accuse_split_outliers(context, members, seq, calls, exchanges, conflicts)
             return
 
 
-def _await_other_sizes(
-    context: DiagnosisContext, members: Mapping[int, CallStream], seq: int
-) -> bool:
+def _await_other_sizes(context: DiagnosisContext, members: StreamsByRank, seq: int) -> bool:
     """Whether calls that show which of two sizes is that of most members may still be reported."""
     unknown = [r for r, s in members.items() if s.entered >= seq and seq not in s.calls]
     for rank in unknown[:_MAX_REQUESTED_SIZES]:
@@ -176,41 +188,49 @@ def _await_other_sizes(
 def _iter_exchanges(calls: Mapping[int, Call], group: Group) -> Iterator[SplitExchange]:
     """What the ranks whose calls are known exchange. With a root, each member does so only with the root."""
     first = next(iter(calls.values())).signature
-    spec, root_index = OPERATIONS.get(first.op), first.root
+    spec = OPERATIONS.get(first.op)
+    root_index = first.root
     if spec is None or root_index is None:
         for sender, receiver in permutations(calls, 2):
             sent = _get_split_elements(calls[sender], 0, group, receiver)
             expected = _get_split_elements(calls[receiver], 1, group, sender)
             yield SplitExchange(sender, receiver, sent, expected)
         return
-    is_list_sent = spec.list_side is ListSide.INPUTS
     root = group.ranks[root_index] if root_index < len(group.ranks) else -1
     root_splits = calls[root].signature.splits if root in calls else None
-    parts = root_splits[not is_list_sent] if root_splits is not None else ()
-    for member, part in zip(group.ranks, parts, strict=False):
+    if root_splits is None:
+        return
+    is_list_sent = spec.list_side is ListSide.INPUTS
+    for member, part in zip(group.ranks, root_splits[not is_list_sent], strict=False):
         call = calls.get(member)
         if call is None or call.signature.splits is None or call.signature.root != root_index:
             continue
-        own = call.signature.splits[is_list_sent]
-        if len(own) == 1 and is_list_sent:
-            yield SplitExchange(root, member, part, own[0])
-        elif len(own) == 1:
-            yield SplitExchange(member, root, own[0], part)
+        own_parts = call.signature.splits[is_list_sent]
+        if len(own_parts) != 1:
+            continue
+        if is_list_sent:
+            yield SplitExchange(root, member, part, own_parts[0])
+        else:
+            yield SplitExchange(member, root, own_parts[0], part)
 
 
-def _find_split_outliers(exchanges: list[SplitExchange], *, is_rooted: bool) -> tuple[int, ...]:
+def _find_split_outliers(
+    exchanges: list[SplitExchange], conflicts: list[SplitExchange], *, is_rooted: bool
+) -> tuple[int, ...]:
     """The ranks with the most conflicts. With a root, those whose size is not that of most members, and
     both ranks of a conflict if no size is.
     """
-    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
     if not is_rooted:
         counts = Counter(rank for conflict in conflicts for rank in conflict[:2])
         most = max(counts.values())
         return tuple(sorted(rank for rank, count in counts.items() if count == most))
     is_list_sent = len({exchange.sender for exchange in exchanges}) == 1
-    own_sizes = Counter(e.expected if is_list_sent else e.sent for e in exchanges)
+    if is_list_sent:
+        own_sizes = Counter(exchange.expected for exchange in exchanges)
+    else:
+        own_sizes = Counter(exchange.sent for exchange in exchanges)
     usual = {size for size, count in own_sizes.items() if 2 * count > len(exchanges)}
-    outliers: set[int] = set()
+    outliers = set()
     for sender, receiver, sent, expected in conflicts:
         if sent not in usual:
             outliers.add(sender)
@@ -221,18 +241,18 @@ def _find_split_outliers(exchanges: list[SplitExchange], *, is_rooted: bool) -> 
 
 def _accuse_split_outliers(
     context: DiagnosisContext,
-    members: dict[int, CallStream],
+    members: StreamsByRank,
     seq: int,
     calls: dict[int, Call],
     exchanges: list[SplitExchange],
+    conflicts: list[SplitExchange],
 ) -> None:
     """Accuses the outliers; the summary has the first of their conflicts with known sizes."""
     is_rooted = next(iter(calls.values())).signature.root is not None
-    outliers = _find_split_outliers(exchanges, is_rooted=is_rooted)
+    outliers = _find_split_outliers(exchanges, conflicts, is_rooted=is_rooted)
     if is_rooted and len(outliers) > 1 and _await_other_sizes(context, members, seq):
         return
-    conflicts = [exchange for exchange in exchanges if exchange.sent != exchange.expected]
-    exchange: SplitExchange | None = None
+    exchange = None
     for conflict in conflicts:
         are_sizes_known = min(conflict.sent, conflict.expected) >= 0
         if are_sizes_known and not set(outliers).isdisjoint(conflict[:2]):
@@ -285,7 +305,7 @@ def _get_split_elements(call: Call, side: int, group: Group, other: int) -> floa
 
 def _accuse_callers(
     context: DiagnosisContext,
-    callers: Mapping[int, CallStream],
+    callers: StreamsByRank,
     outliers: tuple[int, ...],
     seq: int,
     differing_fields: tuple[str, ...],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,6 +19,7 @@ from hangwatch.model.limits import (
     MAX_REPORT_WAIT_S,
     MIN_WAIT_S,
 )
+from hangwatch.model.ranks import Ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.attempt import find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
@@ -47,13 +48,6 @@ _MISMATCH_ADVICE = (
     "Every rank of a group must make the same calls in the same order: compare the two lines."
 )
 
-_FIELD_READERS: dict[str, Callable[[Signature], object]] = {
-    "dtype": lambda s: s.dtype,
-    "shape": lambda s: (s.numel, *map(math.prod, s.shapes)),
-    "reduce_op": lambda s: s.reduce_op,
-    "root": lambda s: s.root,
-}
-
 
 def diagnose_call_mismatches(context: DiagnosisContext) -> None:
     """One verdict for each group whose members made different calls at the same position."""
@@ -63,7 +57,7 @@ def diagnose_call_mismatches(context: DiagnosisContext) -> None:
 
 
 def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -> None:
-    members, seq, outliers = mismatch.members, mismatch.seq, set(mismatch.outliers)
+    members, seq, outliers = mismatch.members, mismatch.seq, mismatch.outliers
     for rank, window in mismatch.calls_to_fetch:
         context.request_calls(rank, members[rank], window)
     processes = context.processes
@@ -79,19 +73,19 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
             return
     elif is_setup and _creates_separate_groups(mismatch):
         return
-    delayed: set[int] = set()
-    waiting: set[int] = set()
+    delayed = set()
+    waiting = set()
     if not is_harmless:
         blocked = context.graph.get_waiting_ranks()
-        delayed = {
-            rank for rank in mismatch.group.ranks if _is_delayed(context, mismatch, rank, blocked)
-        }
-        waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
+        for rank in mismatch.group.ranks:
+            if _is_delayed(context, mismatch, rank, blocked):
+                delayed.add(rank)
+        waiting = delayed | context.graph.find_waiters_of(delayed.union(outliers))
+        waiting -= set(outliers)
     kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
-    is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(context, mismatch)
     verdict = Verdict(
         kind=kind,
-        culprits=mismatch.outliers,
+        culprits=outliers,
         waiting=tuple(sorted(waiting)),
         group=mismatch.group,
         seq=seq,
@@ -99,9 +93,9 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         calls=mismatch.calls,
         waits=context.select_waits(waiting),
         began_at=min(members[rank].entered_at for rank in mismatch.reported_ranks),
-        is_confirmed=is_complete or _is_evidence_overdue(context, mismatch),
+        is_confirmed=_has_enough_evidence(context, mismatch),
         summary=describe_mismatch(
-            mismatch.outliers,
+            outliers,
             mismatch.calls,
             mismatch.differing_fields,
             mismatch.group,
@@ -109,7 +103,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
             mismatch.last_equal,
         ),
         advice=_GROUP_MISMATCH_ADVICE if is_setup else _MISMATCH_ADVICE,
-        site=find_site_of(mismatch.calls, mismatch.outliers),
+        site=find_site_of(mismatch.calls, outliers),
     )
     explains = None if is_harmless else delayed | failed
     context.accuse(verdict, explains, samples=bool(delayed or waiting))
@@ -173,26 +167,37 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
         if any(blocked.stream is stream for blocked in blocked_calls):
             return False
     # Nor does a member enter the first call of a group that it created at another position.
-    creations = {
-        call.signature.detail: call
-        for rank in mismatch.reported_ranks
-        for call in members[rank].calls.values()
-        if call.seq >= mismatch.seq
-    }
+    creations = {}  # all members that create a group record the same detail
+    for rank in mismatch.reported_ranks:
+        for call in members[rank].calls.values():
+            if call.seq >= mismatch.seq:
+                creations[call.signature.detail] = call
     created_groups = set(map(read_new_group_ranks, creations.values()))
-    first_waits = [waiter_group[0] for waiter_group in context.graph.waiter_groups]
-    return not any(
-        blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values()
-        for blocked in first_waits
-    )
+    for waiter_group in context.graph.waiter_groups:
+        blocked = waiter_group[0]
+        if blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values():
+            return False
+    return True
 
 
-def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
-    """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
-    last_report_at = max(context.get_last_seen_at(rank) for rank in mismatch.reported_ranks)
+def _has_enough_evidence(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
+    """Whether nothing is missing that may change the verdict, or it has waited long enough for that: then
+    what is certain is reported.
+    """
+    reported_ranks = mismatch.reported_ranks
+    if not mismatch.calls_to_fetch:
+        # Members that may be about to make the call may decide which side is the minority.
+        group_size = len(mismatch.group.ranks)
+        has_majority = 2 * max(map(len, mismatch.classes)) > group_size
+        if has_majority or len(reported_ranks) == group_size:
+            return True
+        last_entered_at = max(mismatch.members[rank].entered_at for rank in reported_ranks)
+        if context.now - last_entered_at >= context.limits.settle_s:
+            return True
+    last_report_at = max(map(context.get_last_seen_at, reported_ranks))
     if context.now - last_report_at > MAX_EVIDENCE_WAIT_S:
         return True
-    state = mismatch.members[mismatch.reported_ranks[0]].group_state
+    state = mismatch.members[reported_ranks[0]].group_state
     if state is None or not state.diverged:
         return False
     waited_s = context.now - state.diverged_at
@@ -230,17 +235,6 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
 
 
-def _is_majority_undecided(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
-    """Whether members that may be about to make the call decide which side is the minority."""
-    reported_ranks = mismatch.reported_ranks
-    group_size = len(mismatch.group.ranks)
-    largest_class = max(map(len, mismatch.classes))
-    if len(reported_ranks) == group_size or 2 * largest_class > group_size:
-        return False
-    last_entered_at = max(mismatch.members[rank].entered_at for rank in reported_ranks)
-    return context.now - last_entered_at < context.limits.settle_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMismatch:
     """The first call at which the members of a group made different ones: ``seq``. If that is not exact,
@@ -253,8 +247,8 @@ class CallMismatch:
 
     members: dict[int, CallStream]
     seq: int
-    classes: tuple[tuple[int, ...], ...]
-    outliers: tuple[int, ...]
+    classes: tuple[Ranks, ...]
+    outliers: Ranks
     calls: tuple[CallClass, ...]
     differing_fields: tuple[str, ...]
     last_equal: int
@@ -278,19 +272,20 @@ def find_call_mismatches(
     streams_by_group: dict[GroupKey, dict[int, CallStream]], diverged_groups: Collection[GroupKey]
 ) -> list[CallMismatch]:
     """The first difference in each group that has one: only ``diverged_groups`` can."""
-    mismatches: list[CallMismatch] = []
+    mismatches = []
     for key, members in streams_by_group.items():
         divergence = find_divergence(members) if key in diverged_groups else None
         if divergence is None:
             continue
         seq = divergence.first_different
         classes, unclassified = classify_members(members, seq)
-        calls: list[CallClass] = []
+        calls = []
         for _, ranks in classes if divergence.is_exact else ():
-            known = (members[rank].calls.get(seq) for rank in ranks)
-            call = next((c for c in known if c is not None and c.signature.op != UNKNOWN_OP), None)
-            if call is not None:
-                calls.append(CallClass(ranks=tuple(ranks), call=call))
+            for rank in ranks:
+                call = members[rank].calls.get(seq)
+                if call is not None and call.signature.op != UNKNOWN_OP:
+                    calls.append(CallClass(ranks=tuple(ranks), call=call))
+                    break
         mismatch = CallMismatch(
             members=members,
             seq=seq,
@@ -316,7 +311,7 @@ def _list_calls_to_fetch(
     """
     seq = divergence.first_different
     window = choose_window(divergence)
-    to_fetch: list[tuple[int, CallWindow]] = []
+    to_fetch = []
     for _, ranks in classes:
         # One rank represents its class, since equal hashes mean equal calls; the next one does if the
         # calls of the first are lost.
@@ -360,7 +355,7 @@ def _find_outliers(
     seq: int,
     classes: list[HashClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
-) -> tuple[int, ...]:
+) -> Ranks:
     """All ranks but the majority. On a tie, similar groups decide, such as the other tensor-parallel
     groups: each of them counts for the classes whose hash one of its members has. If they do not, all
     ranks.
@@ -386,9 +381,13 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     """The fields that differ. If the operations differ, no other field is comparable."""
     if len({signature.op for signature in signatures}) > 1:
         return ("op",)
-    differing_fields = tuple(
-        name for name, read in _FIELD_READERS.items() if len(set(map(read, signatures))) > 1
-    )
+    values_by_field = {
+        "dtype": {signature.dtype for signature in signatures},
+        "shape": {(signature.numel, *map(math.prod, signature.shapes)) for signature in signatures},
+        "reduce_op": {signature.reduce_op for signature in signatures},
+        "root": {signature.root for signature in signatures},
+    }
+    differing_fields = tuple(name for name, values in values_by_field.items() if len(values) > 1)
     if not differing_fields and len({signature.detail for signature in signatures}) > 1:
         return ("detail",)
     return differing_fields

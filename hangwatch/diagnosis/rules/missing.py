@@ -14,21 +14,13 @@ from math import inf
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S, SECOND_SAMPLE_S
+from hangwatch.model.ranks import Ranks
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
-from hangwatch.tracking.process import FreezeReason
+from hangwatch.tracking.process import FreezeReason, Process
 
-from ..context import (
-    MAX_CULPRIT_STACKS,
-    DiagnosisContext,
-)
-from ..graph.edges import (
-    BlockedCall,
-    WaitEdge,
-    has_entered,
-    is_not_initialized,
-    shows_all_members,
-)
+from ..context import MAX_CULPRIT_STACKS, DiagnosisContext
+from ..graph.edges import BlockedCall, WaitEdge, has_entered, is_not_initialized, shows_all_members
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
@@ -36,11 +28,8 @@ from ..graph.progress import (
     is_transferring,
     needs_another_sample,
 )
-from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
-from .absence import (
-    KIND_PRECEDENCE,
-    make_absence_verdict,
-)
+from ..messages import describe_not_entered, describe_ranks, format_waiter_count, pluralize
+from .absence import KIND_PRECEDENCE, make_absence_verdict
 
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
@@ -126,7 +115,7 @@ def collect_longest_waits(
             for rank in awaited_ends:
                 groups_by_end.setdefault(rank, []).append(longest)
     joined: dict[tuple[int, ...], LongestWaits] = {}  # by the identities of what is joined
-    waits_by_end: dict[int, LongestWaits] = {}
+    waits_by_end = {}
     for rank, groups in groups_by_end.items():
         key = tuple(map(id, groups))
         if key not in joined:
@@ -172,15 +161,17 @@ class _ChainEnds:
     def diagnose(self, ends: list[int]) -> None:
         context, waits_by_end = self.context, self.waits_by_end
         delay_s = context.limits.suspicion_delay_s
-        # The first comparison decides for nearly all of 100,000 ranks.
-        if len(ends) > MAX_URGENT_SUSPECTS and not any(
-            waits_by_end[rank].longest_s >= delay_s and self._get_age_s(rank) >= delay_s
-            for rank in ends
-        ):
-            context.explained_ranks |= self.victims.union(ends)
-            ends = sorted(_find_unable_ranks(context, ends))
-            if not ends:
-                return
+        if len(ends) > MAX_URGENT_SUSPECTS:
+            # The first comparison decides for nearly all of 100,000 ranks.
+            is_any_awaited_long = any(
+                waits_by_end[rank].longest_s >= delay_s and self._get_age_s(rank) >= delay_s
+                for rank in ends
+            )
+            if not is_any_awaited_long:
+                context.explained_ranks |= self.victims.union(ends)
+                ends = sorted(_find_unable_ranks(context, ends))
+                if not ends:
+                    return
         outside = [rank for rank in ends if rank < 0]
         if len(outside) == len(ends):
             self._accuse_outside_members(outside)
@@ -201,17 +192,17 @@ class _ChainEnds:
         for rank, kind in kinds.items():
             if rank not in spared:
                 ranks_by_kind.setdefault(kind, []).append(rank)
+        silences = context.graph.silent_ranks
         lost_ranks = ranks_by_kind.get(VerdictKind.LOST_NODE, ())
-        if len(ranks_by_kind) > 1 and all(
-            context.graph.silent_ranks[rank].is_proven_alive for rank in lost_ranks
-        ):
+        if len(ranks_by_kind) > 1 and all(silences[rank].is_proven_alive for rank in lost_ranks):
             # The lost ranks kept running without reporting: the cause is among the ranks that report.
             ranks_by_kind.pop(VerdictKind.LOST_NODE, None)
         self._accuse_first_kind(ranks_by_kind)
         if spared:
             began_at = min(waits_by_end[rank].began_at for rank in spared)
             context.request_stacks(sorted(spared), (), began_at)
-            self._request_new_samples(sorted(spared)[:MAX_CULPRIT_STACKS])
+            for rank in sorted(spared)[:MAX_CULPRIT_STACKS]:
+                self._request_new_sample(context.processes[rank])
 
     def _classify_ends(self, ends: list[int]) -> dict[int, VerdictKind]:
         """The kind of each rank.
@@ -220,15 +211,13 @@ class _ChainEnds:
         are kept: only they delay the waiting ranks.
         """
         kinds = {rank: self._classify_end(rank) for rank in ends}
-        alternatives = [
-            rank
-            for rank in ends
-            if all(blocked.any_suffices for blocked in self.waits_by_end[rank].blocked_calls)
-        ]
-        precedences = {rank: KIND_PRECEDENCE.index(kinds[rank]) for rank in alternatives}
+        precedences = {}
+        for rank in ends:
+            if all(blocked.any_suffices for blocked in self.waits_by_end[rank].blocked_calls):
+                precedences[rank] = KIND_PRECEDENCE.index(kinds[rank])
         closest = max(precedences.values(), default=0)
-        for rank in alternatives:
-            if precedences[rank] < closest:
+        for rank, precedence in precedences.items():
+            if precedence < closest:
                 del kinds[rank]
         return kinds
 
@@ -241,16 +230,16 @@ class _ChainEnds:
             return unable_kind
         if rank in context.graph.silent_ranks:
             return VerdictKind.LOST_NODE
+        if process is None:
+            return VerdictKind.STARTUP_STALL
         # Calls that `hangwatch.collective` declares, or of groups that the world does not number, need
         # no init_process_group, and a rank of another world can still make them.
-        if process is None or (
-            is_not_initialized(process)
-            and not all(b.stream.group.is_declared or b.stream.group.foreign for b in blocked_calls)
+        if is_not_initialized(process) and not all(
+            b.stream.group.is_declared or b.stream.group.foreign for b in blocked_calls
         ):
             return VerdictKind.STARTUP_STALL
         is_first_setup_awaited = any(
-            blocked.stream.kind is StreamKind.SETUP and blocked.awaited[rank] == 1
-            for blocked in blocked_calls
+            b.stream.kind is StreamKind.SETUP and b.awaited[rank] == 1 for b in blocked_calls
         )
         if is_first_setup_awaited and not any(
             stream.kind is StreamKind.SETUP for stream in process.streams.values()
@@ -273,23 +262,25 @@ class _ChainEnds:
         Only some of many ranks are sampled. If there are such waits among these, ranks without a sample
         that do not work may be victims as well.
         """
-        ranks_by_wait: dict[RankWait | None, set[int]] = {None: set(absent)}
+        ranks_by_wait: dict[RankWait, set[int]] = {wait: set() for wait in RankWait}
+        unsampled = set()
         for rank in absent:
             process = self.context.processes[rank]
+            wait = None
             if process.samples and not self.context.is_in_phase(process):
                 wait = classify_rank_wait(process, self.waits_by_end[rank].began_at)
-                ranks_by_wait[None].remove(rank)
-                ranks_by_wait.setdefault(wait, set()).add(rank)
-        certain = ranks_by_wait.get(RankWait.CERTAIN, set())
-        possible = certain | ranks_by_wait.get(RankWait.POSSIBLE, set())
+            if wait is None:
+                unsampled.add(rank)
+            else:
+                ranks_by_wait[wait].add(rank)
+        certain = ranks_by_wait[RankWait.CERTAIN]
+        possible = certain | ranks_by_wait[RankWait.POSSIBLE]
         if not possible:
-            return possible
-        unsampled = {rank for rank in ranks_by_wait[None] if not self._is_working(rank)}
-        self.possible_victims = possible | unsampled
+            return set()
+        idle_unsampled = {rank for rank in unsampled if not self._is_working(rank)}
+        self.possible_victims = possible | idle_unsampled
         others = absent - self.possible_victims
-        if others.intersection(ranks_by_wait.get(RankWait.EXCLUDED, ())) or any(
-            map(self._is_working, others)
-        ):
+        if others & ranks_by_wait[RankWait.EXCLUDED] or any(map(self._is_working, others)):
             return self.possible_victims
         return certain if certain != absent else set()
 
@@ -356,13 +347,13 @@ class _ChainEnds:
 
     def _accuse_first_kind(self, ranks_by_kind: dict[VerdictKind, list[int]]) -> None:
         """Accuses the ranks of the kind that comes first, without those that were only just missed."""
-        context = self.context
+        context, limits = self.context, self.context.limits
         kind = min(ranks_by_kind, key=KIND_PRECEDENCE.index)
         ranks = ranks_by_kind[kind]
         ages_s = {rank: self._get_age_s(rank) for rank in ranks}
         age_s = max(ages_s.values())
         if kind not in (VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK):
-            threshold_s = min(age_s, context.limits.stall_after_s) * _SIMULTANEOUS_SHARE
+            threshold_s = min(age_s, limits.stall_after_s) * _SIMULTANEOUS_SHARE
             ranks = [rank for rank in ranks if ages_s[rank] >= threshold_s]
         began_at = min(
             self._get_accountable_since(rank, self.waits_by_end[rank].began_at) for rank in ranks
@@ -383,41 +374,33 @@ class _ChainEnds:
             is_immediate = process.freeze_reason(context.now) is FreezeReason.STOPPED
         # Whether any of them waits is only a guess; a stack sample would show it.
         is_guess = bool(waiting) and context.graph.uncertain_ranks.issuperset(waiting)
-        limit_s = context.limits.stall_after_s
+        limit_s = limits.stall_after_s
         if is_guess and kind is VerdictKind.EXITED_RANK and self._have_entered(ranks):
             limit_s = inf  # some backends never report that an asynchronous call is complete
         elif is_immediate:
-            limit_s = max(context.limits.settle_s, MIN_WAIT_S)
+            limit_s = max(limits.settle_s, MIN_WAIT_S)
         elif is_guess:
             limit_s *= 2
-        is_any_slow = VerdictKind.SLOW_RANK in ranks_by_kind
-        if kind is VerdictKind.MISSING_RANK and any(
-            needs_another_sample(process, began_at, is_any_slow) for process in alive
-        ):
-            limit_s += SECOND_SAMPLE_S
-        if kind is VerdictKind.MISSING_RANK and any(
-            context.list_called_samples_due(process.rank, began_at) for process in alive
-        ):
-            limit_s += 2 * SECOND_SAMPLE_S  # samples of other ranks are requested after its own
+        if kind is VerdictKind.MISSING_RANK:
+            is_any_slow = VerdictKind.SLOW_RANK in ranks_by_kind
+            if any(needs_another_sample(process, began_at, is_any_slow) for process in alive):
+                limit_s += SECOND_SAMPLE_S
+            if any(context.list_called_samples_due(p.rank, began_at) for p in alive):
+                limit_s += 2 * SECOND_SAMPLE_S  # samples of other ranks are requested after its own
+        is_due = age_s >= limit_s
         context.accuse(
-            make_absence_verdict(
-                context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s
-            )
+            make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=is_due)
         )
-        if age_s >= context.limits.suspicion_delay_s or is_immediate:
+        alive_ranks = [process.rank for process in alive]
+        if age_s >= limits.suspicion_delay_s or is_immediate:
             # A rank imports, downloads and connects before its process group exists.
             are_moving = kind is VerdictKind.STARTUP_STALL
-            alive_ranks = [process.rank for process in alive]
             context.request_stacks(alive_ranks, waiting, began_at, are_moving=are_moving)
         if kind is VerdictKind.SLOW_RANK:
-            context.request_device_evidence([process.rank for process in alive], began_at)
-            self._request_new_samples(
-                [
-                    process.rank
-                    for process in alive
-                    if is_transferring(process, began_at) or find_working_threads(process, began_at)
-                ]
-            )
+            context.request_device_evidence(alive_ranks, began_at)
+            for process in alive:
+                if is_transferring(process, began_at) or find_working_threads(process, began_at):
+                    self._request_new_sample(process)
 
     def _have_entered(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks have entered every call in which another rank may wait for them."""
@@ -427,15 +410,13 @@ class _ChainEnds:
             for blocked in self.waits_by_end[rank].blocked_calls
         )
 
-    def _request_new_samples(self, ranks: list[int]) -> None:
-        """Requests stacks of ranks whose last sample is old: what they wait for worked then, and only a
+    def _request_new_sample(self, process: Process) -> None:
+        """Requests the stacks of a rank whose last sample is old: what it waits for worked then, and only a
         new sample shows whether it still does.
         """
-        context = self.context
-        for rank in ranks:
-            samples = context.processes[rank].samples
-            if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
-                context.request_stack(rank)
+        context, samples = self.context, process.samples
+        if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
+            context.request_stack(process.rank)
 
     def _accuse_outside_members(self, outside: Collection[int]) -> None:
         """Adds a warning, since nothing shows whether these processes work, or an alert once that lasts.
@@ -443,13 +424,13 @@ class _ChainEnds:
         """
         context = self.context
         ranks = tuple(sorted(outside, reverse=True))
-        members = [context.attempt.foreign_groups.find_outside(rank) for rank in ranks]
+        members = map(context.attempt.foreign_groups.find_outside, ranks)
         if all(m is not None and m.is_alive and not m.attempt.is_finished for m in members):
             return
         own_victims = {rank for rank in self.victims if rank >= 0}
-        is_long = max(map(self._get_age_s, ranks)) >= context.limits.slow_limit_s
         # A process without a world may serve another program, which lets it wait for any time.
-        is_long &= not context.attempt.is_of_group
+        age_s = max(map(self._get_age_s, ranks))
+        is_long = age_s >= context.limits.slow_limit_s and not context.attempt.is_of_group
         kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
         edge = self._find_first_edge(ranks)
         calls = context.find_missing_call(edge, own_victims)
@@ -462,11 +443,12 @@ class _ChainEnds:
             edge.rank_at_other_end,
             ranks_inside=calls[0].ranks if calls else (),
         )
-        self._accuse_no_rank(kind, ranks, own_victims, edge, (summary, _OUTSIDE_ADVICE))
+        self._accuse_no_rank(kind, ranks, own_victims, edge, summary, _OUTSIDE_ADVICE)
 
     def _find_unwatched(self, ends: Collection[int]) -> list[int]:
         """The ends whose calls are not recorded."""
-        attempt, unwatched = self.context.attempt, []
+        attempt = self.context.attempt
+        unwatched = []
         # Whether a group shows that an end exists that does not report, by the id of the group's state.
         # Before all of 100,000 ranks have started, there are as many ends, and the groups have as many
         # members.
@@ -477,21 +459,24 @@ class _ChainEnds:
                 if process.identity.unrecorded:
                     unwatched.append(rank)
                 continue
-            states = [b.stream.group_state for b in self.waits_by_end[rank].blocked_calls]
-            for state in states:
-                if state is not None and id(state) not in is_shown:
+            for blocked in self.waits_by_end[rank].blocked_calls:
+                state = blocked.stream.group_state
+                if state is None:
+                    continue
+                if id(state) not in is_shown:
                     is_shown[id(state)] = shows_all_members(attempt, state)
-            if any(is_shown.get(id(state)) for state in states):
-                unwatched.append(rank)
+                if is_shown[id(state)]:
+                    unwatched.append(rank)
+                    break
         return unwatched
 
-    def _accuse_unwatched_ranks(self, ranks: tuple[int, ...]) -> None:
+    def _accuse_unwatched_ranks(self, ranks: Ranks) -> None:
         """Adds a warning at first, as for a late start: the unwatched ranks may be at work."""
         edge = self._find_first_edge(ranks)
-        are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
+        whether_made = pluralize("is not watched: whether it made", ranks)
         summary = (
             f"{format_waiter_count(len(self.victims))} in {edge.op} for {describe_ranks(ranks)}, which"
-            f" {are} not watched: whether {they} made the call is not known"
+            f" {whether_made} the call is not known"
         )
         advice = _UNWATCHED_ADVICE
         for rank in ranks:
@@ -500,7 +485,7 @@ class _ChainEnds:
                 advice = f"Nothing is recorded of that process: {process.identity.unrecorded}."
                 break
         kind = VerdictKind.STARTUP_STALL
-        self._accuse_no_rank(kind, ranks, self.victims, edge, (summary, advice))
+        self._accuse_no_rank(kind, ranks, self.victims, edge, summary, advice)
 
     def _accuse_no_rank(
         self,
@@ -508,12 +493,14 @@ class _ChainEnds:
         ends: Collection[int],
         victims: set[int],
         edge: WaitEdge,
-        messages: Messages,
+        summary: str,
+        advice: str,
     ) -> None:
         """Opens a verdict without culprits on the waits for ``ends``, about which little is known."""
         context = self.context
         is_due = max(map(self._get_age_s, ends)) >= context.limits.stall_after_s
         began_at = self.waits_by_end[edge.wait.on_rank].began_at
+        messages = (summary, advice)
         verdict = make_absence_verdict(
             context, kind, (), victims, edge, began_at, due=is_due, messages=messages
         )
@@ -532,5 +519,5 @@ def drop_outside_members(verdict: Verdict) -> Verdict:
     )
 
 
-def _select_known(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _select_known(ranks: Ranks) -> Ranks:
     return tuple(rank for rank in ranks if rank >= 0)

@@ -21,10 +21,7 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow, GroupState
 
 from ..call_classes import classify_members
-from ..context import (
-    DiagnosisContext,
-    get_newest_call,
-)
+from ..context import DiagnosisContext, get_newest_call
 from ..graph.edges import BlockedCall, get_op_name
 from ..messages import (
     describe_position,
@@ -52,7 +49,8 @@ class CallAgreement:
         """The clause that all ranks entered the call, and what came of it. It claims that this was the
         same call only if that is known. ``op`` is what ``caller`` called.
         """
-        count, position = len(self.group.ranks), describe_position(self.group, self.seq)
+        count = len(self.group.ranks)
+        position = describe_position(self.group, self.seq)
         if self.is_known:
             return f"all {count} ranks made the same call and {ending}: {op} ({position})"
         if self.is_different:
@@ -107,13 +105,13 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     Ranks that cannot find each other in init_process_group are the exception: each of these calls
     has a verdict of its own. A backend may also connect the members of a group in its first call.
     """
-    setup: list[Verdict] = []
-    communication: list[Verdict] = []
+    setup = []
+    communication = []
     for stuck in [*_find_stuck_collectives(context), *_find_stuck_channels(context)]:
         stream, inside = stuck.stream, stuck.inside
         members = stream.group.ranks if stream.peer is None else inside
         # The state of the ranks that wait for these may be known for less long.
-        known_until = min(context.get_state_known_until(rank) for rank in members)
+        known_until = min(map(context.get_state_known_until, members))
         age_s = known_until - stuck.began_at
         if age_s < context.limits.suspicion_delay_s:
             continue
@@ -134,8 +132,10 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
         if is_setup or (stream.peer is None and stream.entered == 1):
             severity = context.get_start_severity(stuck.began_at)
             verdict = replace(verdict, severity=severity)
-        verdicts = setup if is_setup else communication
-        verdicts.append(verdict)
+        if is_setup:
+            setup.append(verdict)
+        else:
+            communication.append(verdict)
     for verdict in setup:
         context.accuse(explain_stuck_setup(context, verdict))
     if communication:
@@ -243,11 +243,10 @@ def request_last_calls(context: DiagnosisContext) -> None:
         members = context.attempt.streams_by_group[key]
         if len(members) > MAX_URGENT_SUSPECTS:
             continue
-        blocked_seqs = {
-            stream.entered
-            for stream in members.values()
-            if stream.blocks_thread and context.now - stream.entered_at >= MIN_WAIT_S
-        }
+        blocked_seqs = set()
+        for stream in members.values():
+            if stream.blocks_thread and context.now - stream.entered_at >= MIN_WAIT_S:
+                blocked_seqs.add(stream.entered)
         for seq in sorted(blocked_seqs):
             for rank, stream in members.items():
                 _request_arguments(context, rank, stream, seq)
@@ -282,7 +281,7 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
     stuck_ranks = graph.stuck_streams.keys() | graph.released_ranks
     if len(stuck_ranks) > MAX_URGENT_SUSPECTS:
         return
-    stuck_groups: dict[int, tuple[Group, int]] = {}
+    stuck_groups = {}
     for rank in sorted(stuck_ranks):
         for stream in context.processes[rank].unfinished_streams:
             if context.now - stream.entered_at < MIN_WAIT_S:
@@ -306,13 +305,14 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
     A rank whose stack shows that it waits is part of the next wait-for graph.
     """
     graph = context.graph
-    overdue: dict[int, float] = {}
+    unable = graph.resolver.unable_to_call
+    overdue = {}
     for rank in graph.unsampled_waits.keys() - context.explained_ranks:
         waits = graph.unsampled_waits[rank]
         began_at = min([blocked.began_at for blocked in waits])
-        unable = graph.resolver.unable_to_call
-        awaits_unable = not all(unable.isdisjoint(blocked.awaited) for blocked in waits)
-        delay_s = MIN_WAIT_S if awaits_unable else context.limits.suspicion_delay_s
+        delay_s = MIN_WAIT_S
+        if all(unable.isdisjoint(blocked.awaited) for blocked in waits):
+            delay_s = context.limits.suspicion_delay_s
         if context.get_state_known_until(rank) - began_at >= delay_s:
             overdue[rank] = began_at
     if overdue:

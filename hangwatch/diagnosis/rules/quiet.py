@@ -7,6 +7,7 @@ rank that works, a declared phase, and servers without requests keep such a job 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from hangwatch.model.kinds import KINDS, Role, Severity, VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
-from hangwatch.stacks.activities import ActivityKind, classify_activity
+from hangwatch.stacks.activities import classify_activity
 from hangwatch.stacks.frames import (
     find_innermost_user_frame,
     find_user_site,
@@ -24,20 +25,23 @@ from hangwatch.stacks.frames import (
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..context import DiagnosisContext, find_newest_sample, get_pause_limit_s, has_paused
+from ..context import (
+    DiagnosisContext,
+    find_newest_sample,
+    get_pause_limit_s,
+    has_paused,
+    shows_progress,
+)
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
-    find_working_threads,
-    has_stack_changed,
+    get_calling_thread_since,
     has_two_samples,
     is_polling,
-    is_transferring,
     list_other_threads,
-    list_samples_since,
     works_on_remote_call,
 )
-from ..messages import describe_ranks
+from ..messages import describe_ranks_with, pluralize
 
 _MAX_SAMPLED = 1024  # ranks; of more, evenly distributed ones are sampled, and none is named
 _MAX_REQUESTS = 64  # stacks at a time
@@ -77,9 +81,14 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
         return
     known_until = min(context.get_state_known_until(process.rank) for process in processes)
     began_at = max([attempt.opened_at, *(process.last_advanced_at for process in processes)])
-    idle_since = known_until - limits.suspicion_delay_s
-    since = {process.rank: _find_idle_since(process, began_at) for process in processes}
-    working = tuple(p.rank for p in processes if since[p.rank] > idle_since)
+    active_since = known_until - limits.suspicion_delay_s
+    since = {}  # when each rank, on its host or its device, last made progress; one that polls makes none
+    for process in processes:
+        changed_at = max(began_at, process.device_changed_at)
+        if not is_polling(process, changed_at):
+            changed_at = max(changed_at, process.activity.last_active_at)
+        since[process.rank] = changed_at
+    working = tuple(rank for rank, idle_since in since.items() if idle_since > active_since)
     in_phase = next(filter(context.is_in_phase, processes), None)
     if in_phase is not None and in_phase.phase is not None:
         context.pause_note = f"rank {in_phase.rank} is in its phase {in_phase.phase.name!r}"
@@ -90,8 +99,7 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     is_missing = len(working) < len(processes) and _request_samples(context, sampled, needed_since)
     working = working or tuple(p.rank for p in processes if _is_working(p, since[p.rank]))
     if working:
-        verb = "work" if len(working) > 1 else "works"
-        context.pause_note = f"{describe_ranks(working)} {verb}"
+        context.pause_note = describe_ranks_with(working, "works")
         return
     places = _find_places(sampled, since, context.now)
     if not places:
@@ -100,7 +108,7 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     if _is_idle(sampled, places, since):
         context.pause_note = f"all seem to wait for requests: {_describe_places(places)}"
         return
-    culprits: list[int] = []
+    culprits = []
     if len(sampled) == len(processes) == sum(len(place.ranks) for place in places):
         culprits = _find_outliers(places)
     is_missing |= any(
@@ -131,11 +139,8 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
 
 def _takes_part(process: Process) -> bool:
     """Whether a rank may still make calls that are recorded: a job that ends is quiet as well."""
-    return (
-        process.is_alive
-        and process.lifecycle < Lifecycle.DESTROYED
-        and not process.identity.unrecorded
-    )
+    can_call = process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+    return can_call and not process.identity.unrecorded
 
 
 def _may_wait_in_calls(context: DiagnosisContext, processes: Collection[Process]) -> bool:
@@ -147,33 +152,16 @@ def _may_wait_in_calls(context: DiagnosisContext, processes: Collection[Process]
     if graph.get_waiting_ranks() or any(waits) or graph.still_devices.waits:
         return True
     # The completion of some calls is never reported.
-    return any(
-        waits_for_communication(sample.calling_thread)
-        for process in processes
-        if process.unfinished_streams
-        for sample in list_samples_since(process, process.last_advanced_at)[-1:]
-    )
-
-
-def _find_idle_since(process: Process, began_at: float) -> float:
-    """The time since which a rank makes no progress, on its host or on its device. One that polls, as its
-    stacks since ``began_at`` show, makes none.
-    """
-    changed_at = max(began_at, process.device_changed_at)
-    return (
-        changed_at
-        if is_polling(process, changed_at)
-        else max(changed_at, process.activity.last_active_at)
-    )
+    for process in processes:
+        if process.unfinished_streams:
+            caller = get_calling_thread_since(process, process.last_advanced_at)
+            if waits_for_communication(caller):
+                return True
+    return False
 
 
 def _is_working(process: Process, since: float) -> bool:
-    return (
-        has_stack_changed(process, since)
-        or is_transferring(process, since)
-        or bool(find_working_threads(process, since))
-        or works_on_remote_call(process, since)
-    )
+    return shows_progress(process, since) or works_on_remote_call(process, since)
 
 
 def _request_samples(
@@ -182,22 +170,16 @@ def _request_samples(
     """Requests two samples of each rank since it is idle, and new ones now and then. True if the first
     one of some rank has not arrived.
     """
-    refresh_s = context.limits.stall_after_s
-    unsampled = [
-        process
-        for process in processes
-        if all(sample.taken_at < since[process.rank] for sample in process.samples)
-    ]
-    due = unsampled or [
-        process
-        for process in processes
-        if process.freeze_reason(context.now) is None
-        and (
-            context.now - process.samples[-1].taken_at >= refresh_s
-            or not has_two_samples(process, since[process.rank])
-        )
-    ]
-    for process in due[:_MAX_REQUESTS]:
+    unsampled = []
+    due_again = []
+    for process in processes:
+        if all(sample.taken_at < since[process.rank] for sample in process.samples):
+            unsampled.append(process)
+        elif process.freeze_reason(context.now) is None:
+            is_old = context.now - process.samples[-1].taken_at >= context.limits.stall_after_s
+            if is_old or not has_two_samples(process, since[process.rank]):
+                due_again.append(process)
+    for process in (unsampled or due_again)[:_MAX_REQUESTS]:
         context.request_stack(process.rank)
     return bool(unsampled)
 
@@ -229,7 +211,9 @@ _WAIT_ORDER = (RankWait.EXCLUDED, RankWait.UNKNOWN, RankWait.POSSIBLE, RankWait.
 
 def _find_outliers(places: Sequence[_Place]) -> list[int]:
     """The ranks that are blocked where the others are not; none if that is not clear."""
-    by_wait = {wait: [p for p in places if p.wait is wait] for wait in RankWait}
+    by_wait: defaultdict[RankWait, list[_Place]] = defaultdict(list)
+    for place in places:
+        by_wait[place.wait].append(place)
     own_waits, certain = by_wait[RankWait.EXCLUDED], by_wait[RankWait.CERTAIN]
     others = [place for place in places if place.wait is not RankWait.CERTAIN]
     if certain and others:
@@ -255,28 +239,23 @@ def _is_idle(
     """Whether the ranks are the workers of an engine that has no requests: all wait in the same place for
     an item, except those that serve its clients.
     """
-    workers = set(places[0].ranks) if len(places[0].ranks) > 1 or len(places) == 1 else set()
-    return all(
-        _get_wait(process, since[process.rank]).may_be_idle
-        if process.rank in workers
-        else _awaits_requests(process, since[process.rank])
-        for process in processes
-    )
-
-
-def _get_wait(process: Process, since: float) -> ActivityKind:
-    sample = find_newest_sample(process, since)
-    return classify_activity(sample.calling_thread if sample is not None else None).waits
-
-
-def _awaits_requests(process: Process, since: float) -> bool:
-    """Whether a rank, or another one of its threads that it waits for, waits for requests."""
-    sample = find_newest_sample(process, since)
-    waits = _get_wait(process, since)
-    if waits.awaits_requests or sample is None or not waits.waits_for_thread:
-        return waits.awaits_requests
-    others = [thread for thread in list_other_threads(sample) if thread.pid is None]
-    return any(classify_activity(thread).waits.awaits_requests for thread in others)
+    workers = set()
+    if len(places) == 1 or len(places[0].ranks) > 1:
+        workers = set(places[0].ranks)
+    for process in processes:
+        sample = find_newest_sample(process, since[process.rank])
+        caller = sample.calling_thread if sample is not None else None
+        waits = classify_activity(caller).waits
+        is_idle = waits.awaits_requests
+        if process.rank in workers:
+            is_idle = waits.may_be_idle
+        elif sample is not None and waits.waits_for_thread:
+            # Another one of its threads, for which it waits, may serve the clients.
+            others = [thread for thread in list_other_threads(sample) if thread.pid is None]
+            is_idle |= any(classify_activity(thread).waits.awaits_requests for thread in others)
+        if not is_idle:
+            return False
+    return True
 
 
 def _summarize(
@@ -289,11 +268,12 @@ def _summarize(
         return f"{state}, and none is known to wait in one: {_describe_places(places)}", site
     blocked = [place for place in places if set(culprits).intersection(place.ranks)]
     others = [place for place in places if place not in blocked]
-    are, they_are = ("are", "they are") if len(culprits) > 1 else ("is", "it is")
     where = _describe_places([*blocked, *others])
     if len(blocked) == 1:
+        they_are = pluralize("it is", culprits)
         where = f"{they_are} {_describe_site(blocked[0])}; {_describe_places(others)}"
-    summary = f"{state}, and {describe_ranks(tuple(culprits))} {are} blocked where the others are not: {where}"
+    subject = describe_ranks_with(tuple(culprits), "is")
+    summary = f"{state}, and {subject} blocked where the others are not: {where}"
     return summary, blocked[0].site
 
 
@@ -305,8 +285,8 @@ def _describe_places(places: Sequence[_Place]) -> str:
     """``ranks 0, 2 are at train.py:7 in main; rank 1 is at train.py:9 in read``."""
     clauses = []
     for place in places[:_MAX_PLACES_SHOWN]:
-        are = "are" if len(place.ranks) > 1 else "is"
-        clauses.append(f"{describe_ranks(tuple(place.ranks))} {are} {_describe_site(place)}")
+        subject = describe_ranks_with(tuple(place.ranks), "is")
+        clauses.append(f"{subject} {_describe_site(place)}")
     if len(places) > _MAX_PLACES_SHOWN:
         clauses.append("and others elsewhere")
     return "; ".join(clauses)

@@ -27,13 +27,16 @@ def diagnose_thread_waits(context: DiagnosisContext) -> None:
     so the awaited ranks are slow and not missing, until the limit for slow ranks.
     """
     graph = context.graph
+    excluded = (graph.silent_ranks, graph.blocked_calls, graph.stuck_streams)
     for blocked_calls in group_by_awaited(graph.thread_waits.values()):
         first = min(blocked_calls, key=lambda blocked: blocked.began_at)
         waiting = {blocked.rank for blocked in blocked_calls}
         # The awaited ranks that report, and wait for no rank themselves.
-        excluded = (graph.silent_ranks, graph.blocked_calls, graph.stuck_streams)
-        alive = [process.rank for process in context.iter_alive(sorted(first.awaited))]
-        culprits = tuple(rank for rank in alive if not any(rank in ranks for ranks in excluded))
+        culprits = tuple(
+            process.rank
+            for process in context.iter_alive(sorted(first.awaited))
+            if not any(process.rank in ranks for ranks in excluded)
+        )
         age_s = context.now - first.began_at
         if not culprits or age_s < context.limits.suspicion_delay_s:
             continue
@@ -88,12 +91,12 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
         }
         if not shared:
             continue
-        several_callers = {
-            rank
-            for rank, stream in members.items()
-            if len({call.thread for call in stream.calls.values() if call.thread}) > 1
-        }
-        culprits = tuple(sorted(several_callers.union(shared)))
+        concerned = set(shared)
+        for rank, stream in members.items():
+            threads = {call.thread for call in stream.calls.values() if call.thread}
+            if len(threads) > 1:
+                concerned.add(rank)
+        culprits = tuple(sorted(concerned))
         first_rank = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
         stream = shared[first_rank]
         calls = stream.concurrent_calls

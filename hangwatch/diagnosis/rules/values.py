@@ -34,7 +34,8 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
     """One warning for a job: on the first call that carried NaN or Inf, and the ranks whose input had
     them. Ranks that received them from that call are not culprits.
     """
-    checks, rounds_affected = context.attempt.checks, 0
+    checks = context.attempt.checks
+    rounds_affected = 0
     if checks.unscaled.is_ongoing(context.now) and checks.unscaled.calls:
         first = _find_first_call(checks.unscaled.calls.values())
     elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
@@ -79,20 +80,18 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
 def _find_first_call(calls: Collection[NonfiniteCall]) -> NonfiniteCall:
     """The earliest call by the clock; within its group the calls' numbers are more reliable."""
     earliest = min(calls, key=lambda call: call.entered_at)
-    in_same_stream = [
-        call
-        for call in calls
-        if (call.group.key, call.channel) == (earliest.group.key, earliest.channel)
-    ]
+    position = (earliest.group.key, earliest.channel)
+    in_same_stream = [call for call in calls if (call.group.key, call.channel) == position]
     return min(in_same_stream, key=lambda call: call.seq)
 
 
 def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> Messages:
     """The summary and the advice; ``culprits`` are the ranks whose input had such values, if any is known."""
     report = nonfinite_call.first_report
-    call, op = report.call, format_call(report.call)
-    counts = (("NaN", report.nan), ("Inf", report.inf))
-    values = " and ".join(name for name, count in counts if count)
+    call = report.call
+    op = format_call(call)
+    counts = {"NaN": report.nan, "Inf": report.inf}
+    values = " and ".join(name for name in counts if counts[name])
     position = describe_position(nonfinite_call.group, nonfinite_call.seq)
     if not culprits:
         dtype = call.signature.dtype if call is not None else None
@@ -136,7 +135,7 @@ def _make_replica_verdict(
     seq = comparison.seq
     sides = [tuple(sorted(ranks)) for ranks in comparison.ranks_by_checksum.values()]
     sides.sort(key=lambda ranks: (-len(ranks), ranks))
-    classes: list[CallClass] = []
+    classes = []
     for side in sides:
         call = _find_or_request_call(context, group, side, seq)
         if call is not None:
@@ -198,7 +197,8 @@ def _find_correct_side(group: Group, sides: list[_Side], call: Call | None) -> _
         return sides[0]
     if call is None:
         return None
-    spec, root = OPERATIONS.get(call.signature.op), call.signature.root
+    spec = OPERATIONS.get(call.signature.op)
+    root = call.signature.root
     if spec is None or not spec.root_is_source:
         return None
     if root is None or not 0 <= root < len(group.ranks):
