@@ -133,8 +133,12 @@ def format_lower_layers_advice(*, are_equal: bool) -> str:
     return "No difference between the calls is known: check the network, the devices and their drivers."
 
 
-def describe_deadlock(ranks: Ranks, cycle: list[tuple[Wait, str]]) -> str:
-    """The summary, with the first waits of the cycle and the operations that the waiting ranks are in."""
+def describe_deadlock(
+    ranks: Ranks, cycle: list[tuple[Wait, str]], common_ranks: Collection[int] = ()
+) -> Messages:
+    """The summary, with the first waits of the cycle and the operations that the waiting ranks are in, and
+    the advice. ``common_ranks`` are those that are on every cycle.
+    """
     other_ends = {"send": "the recv of ", "recv": "the send of "}
     waits = []
     for wait, op in cycle[:_MAX_WAITS_SHOWN]:
@@ -142,18 +146,13 @@ def describe_deadlock(ranks: Ranks, cycle: list[tuple[Wait, str]]) -> str:
         waits.append(f"{describe_rank(wait.rank)} waits for {awaited} in {op}")
     if len(cycle) > _MAX_WAITS_SHOWN:
         waits.append("and so on")
-    return f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
-
-
-def format_deadlock_advice(common_ranks: Ranks, component: Collection[int]) -> str:
-    """The advice; ``common_ranks`` are the ranks that are on every cycle of the ``component``."""
+    summary = f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
     general = "look for calls that one of them makes in a different order than its peers, or skips."
-    if common_ranks and len(common_ranks) < len(component):
-        return (
-            f"Every cycle of waits includes {describe_ranks(common_ranks)}: start there, and"
-            f" {general}"
-        )
-    return f"No rank on the cycle can continue: {general}"
+    advice = f"No rank on the cycle can continue: {general}"
+    if 0 < len(common_ranks) < len(ranks):
+        first = describe_ranks(tuple(sorted(common_ranks)))
+        advice = f"Every cycle of waits includes {first}: start there, and {general}"
+    return summary, advice
 
 
 def describe_blocking_thread(subject: str, thread: ThreadStack | None) -> str:

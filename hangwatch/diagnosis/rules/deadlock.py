@@ -18,7 +18,7 @@ from ..context import MAX_CULPRIT_STACKS, DiagnosisContext, get_newest_call
 from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
-from ..messages import describe_deadlock, describe_position, format_deadlock_advice
+from ..messages import describe_deadlock, describe_position
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -78,6 +78,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     for rank in culprits[:_MAX_CALLS_SHOWN]:
         calls += get_newest_call(graph.blocked_calls[rank][0].stream, rank)
     cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in cycle]
+    summary, advice = describe_deadlock(culprits, cycle_waits, common_ranks)
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
         culprits=culprits,
@@ -88,8 +89,8 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         waits=context.select_waits(core | waiting, cycle),
         began_at=began_at,
         is_confirmed=is_confirmed,
-        summary=describe_deadlock(culprits, cycle_waits),
-        advice=format_deadlock_advice(tuple(sorted(common_ranks)), culprits),
+        summary=summary,
+        advice=advice,
     )
     context.accuse(_add_tag_mismatch(context, verdict, blocked_calls))
     context.deadlocked_ranks |= core | waiting

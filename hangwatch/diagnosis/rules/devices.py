@@ -30,7 +30,6 @@ from ..messages import (
     describe_position,
     describe_ranks,
     describe_ranks_with,
-    format_deadlock_advice,
     format_lower_layers_advice,
     format_waiter_count,
     pluralize,
@@ -86,6 +85,7 @@ def diagnose_device_cycle(context: DiagnosisContext) -> None:
                 cycle_waits.append((wait.group.make_wait(rank, min(awaited)), op))
                 break
     first_wait = cycle_waits[0][0]
+    summary, advice = describe_deadlock(culprits, cycle_waits)
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
         culprits=culprits,
@@ -96,8 +96,8 @@ def diagnose_device_cycle(context: DiagnosisContext) -> None:
         waits=tuple(wait for wait, _ in cycle_waits),
         began_at=devices.get_unchanged_since(involved),
         is_confirmed=age_s >= context.limits.stall_after_s,
-        summary=describe_deadlock(culprits, cycle_waits),
-        advice=format_deadlock_advice((), culprits),
+        summary=summary,
+        advice=advice,
     )
     context.accuse(verdict, samples=True)
 

@@ -381,7 +381,7 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     """The fields that differ. If the operations differ, no other field is comparable."""
     if len({signature.op for signature in signatures}) > 1:
         return ("op",)
-    values_by_field = {
+    values_by_field: dict[str, set[object]] = {
         "dtype": {signature.dtype for signature in signatures},
         "shape": {(signature.numel, *map(math.prod, signature.shapes)) for signature in signatures},
         "reduce_op": {signature.reduce_op for signature in signatures},
