@@ -180,12 +180,8 @@ def _describe_faults(read: Sequence[InvolvedHost], is_complete: bool) -> str:
     found = _group_observations(read, Weight.FAULT)
     if not found:
         return ""
-    is_of_program = all(
-        observation.what == "program_xid"
-        for observations in found.values()
-        for observation in observations
-    )
-    whose = "the program" if is_of_program else "its hardware"
+    faults = {observation.what for observations in found.values() for observation in observations}
+    whose = "the program" if faults == {"program_xid"} else "its hardware"
     if len(found) > 1 or not is_complete:
         shown = [
             f"{host} ({describe_observation(observations[0])})"
