@@ -32,11 +32,11 @@ def get_tenant(agent: str) -> str:
     return agent.rpartition(_SEPARATOR)[0]
 
 
-def change_count(counts: Counter[str], family: str, change: int) -> None:
-    """Changes the count of a family, and keeps none of 0."""
-    counts[family] += change
-    if not counts[family]:
-        del counts[family]
+def change_count(counts: Counter[T], key: T, change: int) -> None:
+    """Changes one of the counts, and keeps none of 0."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
 
 
 def take_turns(items: Iterable[T], get_job: Callable[[T], str] = str) -> list[T]:
@@ -44,7 +44,7 @@ def take_turns(items: Iterable[T], get_job: Callable[[T], str] = str) -> list[T]
     If only the first ones are kept, no family displaces another that has fewer.
     """
     taken: Counter[str] = Counter()
-    turns: list[tuple[int, T]] = []
+    turns = []
     for item in items:
         family = get_family(get_job(item))
         turns.append((taken[family], item))
