@@ -29,7 +29,7 @@ from hangwatch.model.operators import (
 )
 
 Shapes = tuple[tuple[int, ...], ...]
-RawFields = Mapping[str, Any]  # of an entry, as they are written
+RawFields = Mapping[str, Any]  # the fields of an entry, as they are written
 
 MAX_DUMP_RANKS = 1 << 17
 # All groups of a dump together have no more. Several groups of a job may have all of its ranks.

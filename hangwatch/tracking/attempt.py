@@ -84,7 +84,7 @@ class Attempt:
     _sizes: Counter[int] = field(default_factory=Counter)
     last_seen_at: float = 0.0
     newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
-    longest_pause_s: float = 0.0  # after which calls resumed, see `record_call_time`
+    longest_pause_s: float = 0.0  # the longest time without calls, see `record_call_time`
     # The time at which heartbeats resumed after the whole job was silent: before that, the silence of
     # a host did not mean that this host was lost.
     resumed_at: float = 0.0
@@ -355,12 +355,13 @@ class Attempt:
         self.message_groups.discard(state.key)
 
     def _drop_group_state(self, state: GroupState) -> None:
-        self._group_states.pop(state.key, None)
-        self.foreign_states.pop(state.key, None)
-        self.streams_by_group.pop(state.key, None)
-        self.diverged_groups.discard(state.key)
-        self.uneven_groups.pop(state.key, None)
-        self.concurrent_groups.pop(state.key, None)
+        key = state.key
+        self._group_states.pop(key, None)
+        self.foreign_states.pop(key, None)
+        self.streams_by_group.pop(key, None)
+        self.diverged_groups.discard(key)
+        self.uneven_groups.pop(key, None)
+        self.concurrent_groups.pop(key, None)
 
     def assign_rank(self, process: Process | None, rank: int) -> None:
         """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""

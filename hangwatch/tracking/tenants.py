@@ -11,7 +11,7 @@ Quotas count per family of jobs (`get_family`), whichever credential reports the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -44,9 +44,9 @@ def take_turns(items: Iterable[T], get_job: Callable[[T], str] = str) -> list[T]
     If only the first ones are kept, no family displaces another that has fewer.
     """
     taken: Counter[str] = Counter()
-    turns = []
+    turns = defaultdict(list)  # the keys ascend: each turn begins after the one before
     for item in items:
         family = get_family(get_job(item))
-        turns.append((taken[family], item))
+        turns[taken[family]].append(item)
         taken[family] += 1
-    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+    return [item for turn in turns.values() for item in turn]

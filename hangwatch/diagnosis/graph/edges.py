@@ -24,7 +24,7 @@ _RANKS_PREFIX = "ranks="  # the start of the detail of a call that creates a gro
 
 # The awaited ranks, each with the number of the call that it has not entered.
 AwaitedCalls = Mapping[int, int]
-ConcernedRanks = tuple[int, ...] | None  # of the members of a group; None: all of them
+ConcernedRanks = tuple[int, ...] | None  # the members that a call concerns; None: all of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +331,7 @@ class WaitResolver:
         """The ranks any one of which may send to this receiver; none if enough was sent."""
         next_sends = {}
         able_ranks = set()
-        available_count = 0  # without the messages that receives took which name their source
+        available_count = 0  # messages, except those that a receive by name took
         for member in stream.group.ranks:
             if member == rank:
                 continue
