@@ -8,6 +8,7 @@ verdict is limited to what the dumps prove. If no culprit remains, the notes giv
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ from hangwatch.report.text import format_age, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from .attempts import build_job
-from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord
+from .calls import ARRIVALS_ONLY_BACKEND, FlightDump
 from .collectives import NOW_S, OfflineJob
 
 _MAX_LAST_CALLS_SHOWN = 4
@@ -62,7 +63,7 @@ def analyze_dumps(
     dumps_by_rank = {dump.rank: dump for dump in dumps}
     job = build_job(dumps_by_rank)
     missing_ranks = tuple(sorted(job.attempt.processes.keys() - dumps_by_rank.keys()))
-    candidates: list[Verdict] = []
+    candidates = []
     for verdict in diagnose(job.attempt, NOW_S, Limits()).verdicts:
         if not verdict.is_confirmed:
             continue
@@ -74,17 +75,17 @@ def analyze_dumps(
     if not candidates:
         candidates = _diagnose_undelivered(job.attempt)
     # The time between each rank's last call and its dump, as far as both are known.
-    idle_times_s: dict[int, float] = {}
+    idle_times_s = {}
     for rank, time in (written_at or {}).items():
-        if last_call_at := dumps_by_rank[rank].call_time_range[1]:
+        _, last_call_at = dumps_by_rank[rank].call_time_range
+        if last_call_at:
             idle_times_s[rank] = time - last_call_at
-    verdicts: list[Verdict] = []
+    verdicts = []
     for verdict in candidates:
-        ranks = (*verdict.waiting, *verdict.culprits)
-        idle_s = [idle_times_s[rank] for rank in ranks if rank in idle_times_s]
+        idle_s = [idle_times_s[rank] for rank in verdict.involved_ranks if rank in idle_times_s]
         # As in a job that runs, all ranks that wait made a call just before their dumps were
         # written. Negative times mean that clocks disagree.
-        is_normal_wait = bool(idle_s) and 0.0 <= min(idle_s) <= max(idle_s) < MIN_WAIT_S
+        is_normal_wait = bool(idle_s) and min(idle_s) >= 0.0 and max(idle_s) < MIN_WAIT_S
         if KINDS[verdict.kind].is_call_error or not is_normal_wait:
             verdicts.append(verdict)
     unexplained: list[str] = []
@@ -102,12 +103,11 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     """One verdict for all sends and receives that are pending, if nothing else explains them: both
     ends have made their calls, so the cause is in the network or the devices.
     """
-    pending = [
-        (rank, stream)
-        for rank, process in attempt.processes.items()
-        for stream in process.streams.values()
-        if stream.peer is not None and stream.is_pending
-    ]
+    pending = []
+    for rank, process in attempt.processes.items():
+        for stream in process.streams.values():
+            if stream.peer is not None and stream.is_pending:
+                pending.append((rank, stream))
     if not pending:
         return []
     rank, first = pending[0]
@@ -136,11 +136,12 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
     assert verdict.group is not None and verdict.seq is not None
     callers = {rank for call_class in verdict.calls for rank in call_class.ranks}
     invalid_ranks = job.invalid_ranks.get(verdict.group.key, set()) & callers
-    involved = {*verdict.culprits, *verdict.waiting}
+    involved = set(verdict.involved_ranks)
     culprits = tuple(sorted(invalid_ranks))
-    are_all_invalid = not (involved | callers) - invalid_ranks
+    are_all_invalid = involved | callers <= invalid_ranks
     if not invalid_ranks or are_all_invalid or culprits == verdict.culprits:
         return verdict
+    invalid_calls = [c.call for c in verdict.calls if invalid_ranks.issuperset(c.ranks)]
     return replace(
         verdict,
         culprits=culprits,
@@ -149,7 +150,7 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
             culprits, verdict.calls, verdict.differing_fields, verdict.group, verdict.seq
         ),
         # The line of the first call that no valid rank made.
-        site=next((c.call.site for c in verdict.calls if invalid_ranks.issuperset(c.ranks)), None),
+        site=invalid_calls[0].site if invalid_calls else None,
         divergence=None,
     )
 
@@ -160,7 +161,7 @@ def _limit_to_proof(job: OfflineJob, verdict: Verdict) -> Verdict:
     is_message = any(call_class.call.peer is not None for call_class in verdict.calls)
     unknown_ranks = {rank for rank, dump in job.dumps.items() if dump.pending_messages_lost}
     if is_message:
-        unknown_ranks.update(rank for rank in verdict.culprits if rank not in job.dumps)
+        unknown_ranks.update(set(verdict.culprits).difference(job.dumps))
     else:
         awaited = {(wait.on_rank, wait.group) for wait in verdict.waits}
         if group is not None:  # the verdict has only some of the waits
@@ -217,15 +218,15 @@ def _blame_devices(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...])
 
 
 def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
-    point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
-    last_records: list[tuple[int, FlightRecord]] = []
+    point_to_point = [c.ranks[0] for c in verdict.calls if c.call.peer is not None]
+    last_records = []
     for rank in culprits:
         groups = job.dumps[rank].groups.values() if rank in job.dumps else ()
         records = [record for group in groups for record in group.records]
         if records:
             newest = max(records, key=lambda record: record.record_id)
             last_records.append((rank, newest))
-    last_calls: list[str] = []
+    last_calls = []
     for rank, record in last_records[:_MAX_LAST_CALLS_SHOWN]:
         if record.site:
             op = record.signature.op
@@ -242,7 +243,7 @@ def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int
             verdict.group,
             verdict.seq,
             len(verdict.waiting),
-            next(point_to_point, None),
+            point_to_point[0] if point_to_point else None,
             verdict.calls[0].ranks if verdict.calls else (),
         ),
         advice=advice,
@@ -272,8 +273,10 @@ def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) ->
     dated.sort(key=lambda dump: dump.call_time_range[1])
     newer_begin = float("inf")
     for count in range(len(dated) - 1, 0, -1):
-        newer_begin = min(newer_begin, dated[count].call_time_range[0])
-        gap_s = newer_begin - dated[count - 1].call_time_range[1]
+        began_at, _ = dated[count].call_time_range
+        _, ended_at = dated[count - 1].call_time_range
+        newer_begin = min(newer_begin, began_at)
+        gap_s = newer_begin - ended_at
         if gap_s > _STALE_DUMP_S:
             ranks = tuple(sorted(dump.rank for dump in dated[:count]))
             noun = "dumps" if count > 1 else "dump"
@@ -291,12 +294,12 @@ def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) ->
 
 def _describe_unexplained_calls(attempt: Attempt, *, may_be_running: bool) -> Iterable[str]:
     """Calls that may be unfinished although, as far as is known, no member is missing."""
-    ranks_by_call: dict[str, list[int]] = {}
+    ranks_by_call = defaultdict(list)
     for streams in attempt.streams_by_group.values():
         for rank, stream in streams.items():
             if stream.is_pending:
                 position = describe_position(stream.group, stream.entered)
-                ranks_by_call.setdefault(f"{stream.op} ({position})", []).append(rank)
+                ranks_by_call[f"{stream.op} ({position})"].append(rank)
     if may_be_running:
         reason = (
             "the dumps were written within a second of it, so the job may have been running: write"

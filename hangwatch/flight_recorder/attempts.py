@@ -8,14 +8,15 @@ beginning, otherwise from the first unfinished one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 
 from hangwatch.diagnosis.messages import describe_ranks
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey, RankTuple
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import ProcessIdentity
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, ProcessActivity, ReportTimes
 
@@ -39,10 +40,10 @@ MemberLists = Mapping[str, set[tuple[int, ...]]]
 
 def build_job(dumps: DumpsByRank) -> OfflineJob:
     """The state of the job at the time of the dumps."""
-    member_lists: dict[str, set[tuple[int, ...]]] = {}
+    member_lists = defaultdict(set)
     for dump in dumps.values():
         for name, members in dump.members.items():
-            member_lists.setdefault(name, set()).add(members)
+            member_lists[name].add(members)
     groups = _collect_groups(dumps, member_lists)
     member_ranks = {rank for group, _ in groups for rank in group.ranks}
     ranks = sorted(member_ranks.union(dumps))
@@ -50,14 +51,13 @@ def build_job(dumps: DumpsByRank) -> OfflineJob:
         job=_JOB_NAME, number=0, opened_at=0.0, world_size=len(ranks), last_seen_at=LAST_SEEN_S
     )
     for rank in ranks:
-        identity = heartbeat.ProcessIdentity(
-            job=_JOB_NAME, rank=rank, world_size=len(ranks), pid=0, start_ticks=0
-        )
         attempt.processes[rank] = Process(
             attempt=attempt,
             key=str(rank),
             host="?",
-            identity=identity,
+            identity=ProcessIdentity(
+                job=_JOB_NAME, rank=rank, world_size=len(ranks), pid=0, start_ticks=0
+            ),
             started_at=0.0,
             reports=ReportTimes(last_seen_at=LAST_SEEN_S, updated_at=LAST_SEEN_S),
             activity=ProcessActivity(state="S"),
@@ -94,17 +94,18 @@ def _collect_groups(
     first, or from the last if the ring has lost the first.
     """
     max_counts: Counter[str] = Counter()  # the highest number of groups of a name on one rank
-    users: dict[str, set[int]] = {}
+    users = defaultdict(set)
     for rank, dump in dumps.items():
         for name, index in dump.groups:
             max_counts[name] = max(max_counts[name], index + 1)
-            users.setdefault(name, set()).add(rank)
+            users[name].add(rank)
     groups: dict[GroupKey, tuple[Group, dict[int, GroupCalls]]] = {}
     for rank, dump in dumps.items():
         own_counts = Counter(name for name, _ in dump.groups)
-        for name, index in sorted(dump.groups):
-            calls = dump.groups[name, index]
-            lost_count = max_counts[name] - own_counts[name] if dump.wrapped else 0
+        for (name, index), calls in sorted(dump.groups.items(), key=itemgetter(0)):
+            generation = index + 1
+            if dump.wrapped:
+                generation += max_counts[name] - own_counts[name]
             ranks = dump.members.get(name)
             if not ranks:
                 lists = member_lists.get(name, set())
@@ -120,7 +121,7 @@ def _collect_groups(
                 desc=calls.desc,
                 ranks=ranks,
                 backend=calls.backend,
-                generation=index + 1 + lost_count,
+                generation=generation,
             )
             _, calls_by_rank = groups.setdefault(group.key, (group, {}))
             calls_by_rank[rank] = calls
@@ -132,15 +133,14 @@ def _describe_contradictions(dumps: DumpsByRank, member_lists: MemberLists) -> I
     for name, lists in sorted(member_lists.items()):
         if len(lists) < 2:
             continue
-        contradicted = tuple(
-            rank
-            for rank, dump in dumps.items()
-            if name in dump.members
-            and any(rank in ranks and ranks != dump.members[name] for ranks in lists)
-        )
+        contradicted = []
+        for rank, dump in dumps.items():
+            own = dump.members.get(name)
+            if own is not None and any(rank in ranks for ranks in lists if ranks != own):
+                contradicted.append(rank)
         if contradicted:
             yield (
-                f"{describe_ranks(contradicted)} and other ranks list different members for group"
+                f"{describe_ranks(tuple(contradicted))} and other ranks list different members for group"
                 f" {name}: were groups created in a different order?"
             )
 
@@ -151,14 +151,15 @@ def _fill_channels(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) ->
     """
     attempt, dumps = job.attempt, job.dumps
     # The submitted messages by kind, rank and peer; the peer is -1 for a receive from any source.
-    records_by_end: dict[tuple[StreamKind, int, int], list[FlightRecord]] = {}
+    records_by_end = defaultdict(list)
     for rank, calls in calls_by_rank.items():
         for record in calls.messages:
-            if record.never_submitted or record.peer is None or record.peer >= len(group.ranks):
+            number = record.peer
+            if record.never_submitted or number is None or number >= len(group.ranks):
                 continue
-            peer = group.ranks[record.peer] if record.peer >= 0 else -1
+            peer = group.ranks[number] if number >= 0 else -1
             end = (StreamKind(record.signature.op), rank, peer)
-            records_by_end.setdefault(end, []).append(record)
+            records_by_end[end].append(record)
     whole_ranks = {rank for rank, dump in dumps.items() if not dump.wrapped}
     is_group_whole = whole_ranks.issuperset(group.ranks)
     for (kind, rank, peer), records in records_by_end.items():
@@ -177,11 +178,13 @@ def _fill_channels(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) ->
             # to the same message only after both have started it.
             is_same_message = pending.started and opposite.started
             # A call that the device has queued but not started counts as not entered.
-            is_entered = not dumps[rank].reports_starts or pending.started or not opposite.started
+            if dumps[rank].reports_starts:
+                is_entered = pending.started or not opposite.started
         if is_group_whole or {rank, peer} <= whole_ranks:
             is_same_message = True  # the rings of both ends reach back to the channel's beginning
         else:
-            records, completed = records[completed:], 0
+            records = records[completed:]
+            completed = 0
         stream = add_stream(attempt, rank, kind, group, peer)
         stream.op = kind.value
         stream.completed = completed

@@ -15,9 +15,9 @@ whose name ends with "coalesced", has the state of the whole call.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hangwatch.model.calls import Signature, Site
 from hangwatch.model.groups import COALESCED_END_BACKENDS, DeviceCounters
@@ -28,6 +28,7 @@ from hangwatch.stacks.frames import find_innermost_user_frame
 from .entries import (
     PEER_PATTERN,
     FlightEntry,
+    RawFields,
     TensorSizes,
     parse_groups,
     parse_int,
@@ -88,7 +89,7 @@ def _read_call(
     parts_by_record = [parts]
     if parts[0].is_p2p:
         parts_by_record = [[part] for part in parts if PEER_PATTERN.match(part.name)]
-    records: list[FlightRecord] = []
+    records = []
     for record_parts in parts_by_record:
         first, last = record_parts[0], record_parts[-1]
         with_tensors = record_parts
@@ -99,7 +100,8 @@ def _read_call(
             tuple(read_tensors(part.fields) for part in with_tensors),
         )
         peer = None
-        if first.is_p2p and (channel := PEER_PATTERN.match(first.name)):
+        channel = PEER_PATTERN.match(first.name) if first.is_p2p else None
+        if channel:
             peer = -1 if channel["other"] == "?" else int(channel["other"])
         fields = (end or last).fields
         state = fields.get("state")
@@ -122,21 +124,23 @@ def _read_call(
     return records
 
 
-def _find_site(frames: Sequence[Mapping[str, Any]], sites: _SitesByFrames) -> Site | None:
+def _find_site(frames: Sequence[RawFields], sites: _SitesByFrames) -> Site | None:
     key = tuple(map(id, frames))  # a dump has each frame as one object
     if key not in sites:
-        stack = [
-            Frame(
+        stack = []
+        for fields in frames:
+            frame = Frame(
                 function=parse_text(fields["name"]),
                 file=parse_text(fields["filename"]),
                 line=parse_int(fields["line"]),
             )
-            for fields in frames
-        ]
-        frame = find_innermost_user_frame(stack)
+            stack.append(frame)
+        innermost = find_innermost_user_frame(stack)
         sites[key] = None
-        if frame is not None:
-            sites[key] = _share_site(file=frame.file, line=frame.line, function=frame.function)
+        if innermost is not None:
+            sites[key] = _share_site(
+                file=innermost.file, line=innermost.line, function=innermost.function
+            )
     return sites[key]
 
 
@@ -210,20 +214,23 @@ def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
     entries = [FlightEntry.parse_entry(fields, index) for index, fields in enumerate(raw_entries)]
     entries.sort(key=lambda entry: entry.record_id)
     # A record is missing where the numbers do not run from 0 to the last one.
-    wrapped = not entries or entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
+    wrapped = True
+    if entries:
+        wrapped = entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
     descriptions = {entry.group: entry.description for entry in entries}
     groups: dict[GroupInstance, GroupCalls] = {}
     # The recorder's numbers of the groups that had a name one after another, by name.
     pg_ids_by_name: dict[str, dict[str | None, int]] = {}
-    parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
-    unreliable_names: set[str] = set()  # groups whose status counts other calls too
+    parts_by_call = defaultdict(list)
+    unreliable_names = set()  # groups whose status counts other calls too
     for entry in entries:
-        name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, {})
+        name = entry.group
+        pg_ids = pg_ids_by_name.setdefault(name, {})
         index = pg_ids.setdefault(entry.pg_id, len(pg_ids))
         instance = (name, index)
         if instance not in groups:
             groups[instance] = GroupCalls(desc=descriptions[name], index=index)
-        parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
+        parts_by_call[instance, entry.is_p2p, entry.seq].append(entry)
         if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND:
             unreliable_names.add(name)
     channels = {(entry.group, entry.name) for entry in entries if entry.is_p2p}
@@ -247,9 +254,10 @@ def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
             wrapped |= min(seqs, default=1) > 1
     default_names = [name for name, desc in descriptions.items() if desc == "default_pg"]
     members = parse_groups(data.get("pg_config") or {}, default_names)
-    names_by_pg_id: dict[str, str] = {}
+    names_by_pg_id = {}
     for name, pg_ids in pg_ids_by_name.items():
-        if (newest_pg_id := next(reversed(pg_ids))) is not None:
+        newest_pg_id = next(reversed(pg_ids))
+        if newest_pg_id is not None:
             names_by_pg_id[newest_pg_id] = name
     times_ns = [entry.created_ns for entry in entries]
     return FlightDump(

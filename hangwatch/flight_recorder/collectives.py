@@ -13,7 +13,7 @@ an event complete: so a completed entry behind pending ones proves nothing where
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -128,11 +128,13 @@ def fill_collectives(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) 
 
 def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> list[_Member]:
     """The members about which something is known, with streams that have entered their calls."""
-    members: list[_Member] = []
+    name = group.name
+    members = []
     for rank in group.ranks:
-        dump, calls = job.dumps.get(rank), calls_by_rank.get(rank)
+        dump = job.dumps.get(rank)
         if dump is None:
             continue
+        calls = calls_by_rank.get(rank)
         recorded = {} if calls is None else calls.collectives
         submitted = {seq: r for seq, r in recorded.items() if not r.never_submitted}
         if submitted:
@@ -141,8 +143,8 @@ def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> 
             entered = min(recorded) - 1
         # The ring of this rank holds no call of the group: the recorder's count shows how many it
         # made, and without one a ring that has lost nothing shows that it made none.
-        elif group.name in dump.statuses and group.name not in job.p2p_groups:
-            entered = max(dump.statuses[group.name].enqueued, 0)
+        elif name in dump.statuses and name not in job.p2p_groups:
+            entered = max(dump.statuses[name].enqueued, 0)
         elif not dump.wrapped:
             entered = 0
         else:
@@ -155,7 +157,7 @@ def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> 
             dump=dump,
             stream=stream,
             records=submitted,
-            next_instance=(group.name, next_index),
+            next_instance=(name, next_index),
         )
         members.append(member)
     return members
@@ -176,8 +178,8 @@ class _Collectives:
         """
         key = self.group.key
         self.job.queued_counts[key] = {m.rank: m.stream.entered for m in self.members}
-        unfinished: list[tuple[_Member, FlightRecord]] = []
-        started_seqs: set[int] = set()
+        unfinished = []
+        started_seqs = set()
         for member in self.members:
             device = member.stream.device = self._measure_device(member)
             completed = 0
@@ -187,19 +189,18 @@ class _Collectives:
             records = member.records.values()
             record = next((record for record in records if record.seq > completed), None)
             if record is not None:
-                unfinished.append((member, record))
-                if record.started and member.dump.reports_starts:
+                is_queued = member.dump.reports_starts and not record.started
+                unfinished.append((member.stream, record, is_queued))
+                if member.dump.reports_starts and record.started:
                     started_seqs.add(record.seq)
-        for member, record in unfinished:
-            stream = member.stream
-            stream.completed = record.seq - 1
+        for stream, record, is_queued in unfinished:
+            stream.completed = stream.entered = record.seq - 1
             # The number is not a time, but it orders the first unfinished calls of a rank's groups.
             stream.pending_at = record.record_id * _RECORD_ORDER_S
-            is_queued = member.dump.reports_starts and not record.started
             # A device runs the calls of a group in order: calls queued behind the first unfinished
             # one count as not entered.
-            is_entered = not is_queued or record.seq not in started_seqs
-            stream.entered = record.seq if is_entered else record.seq - 1
+            if not is_queued or record.seq not in started_seqs:
+                stream.entered = record.seq
 
     def set_positions_by_arrival(self) -> None:
         """Each member is in its newest call, unless that must be complete.
@@ -208,32 +209,38 @@ class _Collectives:
         later call. The root of a rooted operation is an exception: it may continue before the
         others.
         """
-        last_seq = max((max(m.records, default=0) for m in self.members), default=0)
+        with_records = [member for member in self.members if member.records]
+        last_seq = max([member.newest.seq for member in with_records], default=0)
         are_complete: dict[tuple[int, int], bool] = {}
-        for member in self.members:
-            if not member.records or member.newest.retired:
-                continue
+        for member in with_records:
             newest = member.newest
-            seq, agree = newest.seq, newest.signature.agree
-            if (seq, agree) not in are_complete:
-                made = [m.records[seq] for m in self.members if seq in m.records]
-                same_calls = [record for record in made if record.signature.agree == agree]
-                made_by_all = len(same_calls) >= len(self.group.ranks)
-                is_retired = any(record.retired for record in same_calls)
-                are_complete[seq, agree] = is_retired or (made_by_all and seq < last_seq)
-            if not are_complete[seq, agree] or newest.signature.op in _ROOTED_OPS:
-                member.stream.completed = seq - 1
+            if newest.retired:
+                continue
+            call = (newest.seq, newest.signature.agree)
+            if call not in are_complete:
+                are_complete[call] = self._is_complete(*call, last_seq)
+            if not are_complete[call] or newest.signature.op in _ROOTED_OPS:
+                member.stream.completed = newest.seq - 1
                 member.stream.pending_at = 0.0
+
+    def _is_complete(self, seq: int, agree: int, last_seq: int) -> bool:
+        """Whether a call is retired, or all members made it and some a later one."""
+        made = [member.records[seq] for member in self.members if seq in member.records]
+        same_calls = [record for record in made if record.signature.agree == agree]
+        if any(record.retired for record in same_calls):
+            return True
+        return seq < last_seq and len(same_calls) >= len(self.group.ranks)
 
     def _measure_device(self, member: _Member) -> DeviceProgress | None:
         """The progress of the member's device; None if it is unknown."""
         dump, records, entered = member.dump, member.records, member.stream.entered
-        status = dump.statuses.get(self.group.name)
+        name = self.group.name
+        status = dump.statuses.get(name)
         # Whether the status counts other calls too, or belongs to a later group of that name.
-        is_other = self.group.name in self.job.p2p_groups or member.next_instance in dump.groups
+        is_other = name in self.job.p2p_groups or member.next_instance in dump.groups
         if status is not None and (is_other or status.enqueued <= _NO_COLLECTIVE):
             status = None
-        completed = max((seq for seq, record in records.items() if record.completed), default=0)
+        completed = max([seq for seq, record in records.items() if record.completed], default=0)
         if status is not None and status.completed > _NO_COLLECTIVE:
             completed = status.completed
             for seq, record in records.items():
@@ -260,27 +267,28 @@ class _Collectives:
 
         Replaces the records whose signature follows from the calls of all members.
         """
-        callers_by_seq: dict[int, list[_Member]] = {}
+        callers_by_seq = defaultdict(list)
         for member in self.members:
             for seq, record in member.records.items():
                 if record.signature.op in _JOINT_SPECS:
-                    callers_by_seq.setdefault(seq, []).append(member)
-        roots_by_seq: dict[int, set[int]] = {}
+                    callers_by_seq[seq].append(member)
+        roots_by_seq = {}
         for seq, callers in callers_by_seq.items():
-            op, *other_ops = {member.records[seq].signature.op for member in callers}
-            if other_ops or len(callers) < len(self.group.ranks):
+            ops = {member.records[seq].signature.op for member in callers}
+            if len(ops) > 1 or len(callers) < len(self.group.ranks):
                 continue
-            spec = _JOINT_SPECS[op]
+            spec = _JOINT_SPECS[ops.pop()]
             if not spec.is_rooted:
                 self._reconcile_all_to_all(seq)
                 continue
             # The ranks that called it as its root passed the list of tensors, which gloo records as
             # one larger tensor.
             side = 1 if spec.list_side is ListSide.OUTPUTS else 0
-            roots: list[_Member] = []
+            roots = []
             for member in callers:
                 sizes = member.records[seq].sizes
-                if sizes.tensors[side] > 1 or sizes.elements[side] > sizes.elements[1 - side]:
+                elements = sizes.elements
+                if sizes.tensors[side] > 1 or elements[side] > elements[1 - side]:
                     roots.append(member)
             if len(roots) < 2:
                 continue
@@ -303,10 +311,9 @@ class _Collectives:
         """
         records = [member.records[seq] for member in self.members]
         splits = [r.signature.splits for r in records if r.signature.splits is not None]
-        has_all_splits = len(splits) == len(records) and all(
-            len(sent) == len(expected) == len(records) for sent, expected in splits
-        )
-        if has_all_splits:
+        count = len(records)
+        are_complete = all(len(sent) == len(expected) == count for sent, expected in splits)
+        if are_complete and len(splits) == count:
             sent_splits = [sent for sent, _ in splits]
             expected_splits = [expected for _, expected in splits]
             if list(zip(*sent_splits, strict=True)) == expected_splits:
@@ -318,8 +325,8 @@ class _Collectives:
         expected_total = sum(expected for _, expected in sizes)
         if splits or sent_total == expected_total:
             return
-        (sent, expected), count = Counter(sizes).most_common(1)[0]
-        if sent == expected and 2 * count > len(records):
+        (sent, expected), usual_count = Counter(sizes).most_common(1)[0]
+        if sent == expected and 2 * usual_count > count:
             for member, record in zip(self.members, records, strict=True):
                 sent, expected = record.sizes.elements
                 signature = replace(record.signature, splits=((sent,), (expected,)))
@@ -336,7 +343,7 @@ class _Collectives:
         beginning of a ring may have truncated is not compared.
         """
         hashes: dict[int, int] = {}
-        differing_seqs: set[int] = set()
+        differing_seqs = set()
         for member in self.members:
             for seq, record in member.records.items():
                 agree = record.signature.agree
@@ -350,7 +357,7 @@ class _Collectives:
         """
         size = len(self.group.ranks)
         if conflict:
-            invalid_ranks: set[int] = set()
+            invalid_ranks = set()
             for member in self.members:
                 call = member.records.get(conflict)
                 if call is not None and is_invalid_call(call.signature.op, call.sizes, size):
@@ -400,14 +407,14 @@ def _fill_stream(member: _Member, calls_block: bool, conflict: int) -> None:
     stream.reported_hashes = tuple(sorted(hashes.items()))
     selected = {record.seq: record for record in around_newest}
     selected |= {record.seq: record for record in compared if record.seq in hashes}
+    blocking_seq = stream.entered if calls_block and stream.is_pending else None
     for seq, record in selected.items():
-        is_blocking = calls_block and stream.is_pending and seq == stream.entered
         call = Call(
             seq=seq,
             signature=record.signature,
             site=record.site,
             chain=hashes.get(seq, 0),
-            blocking=True if is_blocking else None,
+            blocking=True if seq == blocking_seq else None,
         )
         stream.add_call(call)
     newest = stream.calls.get(stream.entered)

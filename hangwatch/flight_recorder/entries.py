@@ -29,6 +29,7 @@ from hangwatch.model.operators import (
 )
 
 Shapes = tuple[tuple[int, ...], ...]
+RawFields = Mapping[str, Any]  # the fields of an entry, as they are written
 
 MAX_DUMP_RANKS = 1 << 17
 # All groups of a dump together have no more. Several groups of a job may have all of its ranks.
@@ -75,13 +76,14 @@ def read_signature(
     """The signature of a call whose parts have these ``names`` and together these tensors."""
     inputs: Shapes = ()
     outputs: Shapes = ()
-    dtypes: set[str] = set()
+    dtypes = set()
     for part in tensors:
         inputs += tuple(tuple(map(parse_int, shape)) for shape in part.inputs)
         outputs += tuple(tuple(map(parse_int, shape)) for shape in part.outputs)
         for name in map(parse_text, (*part.input_dtypes, *part.output_dtypes)):
             dtypes.add(DTYPE_NAMES.get(name, name.lower()))
-    if channel := PEER_PATTERN.match(names[0]):
+    channel = PEER_PATTERN.match(names[0])
+    if channel:
         op = channel["op"]
     else:
         op_names = names
@@ -89,7 +91,8 @@ def read_signature(
             op_names = names[:-1]
         elif COALESCED_PATTERN.match(names[-1]):
             op_names = names[-1:]
-        op = "+".join(dict.fromkeys(_OP_NAMES.get(name, name) for name in op_names))
+        ops = [_OP_NAMES.get(name, name) for name in op_names]
+        op = "+".join(dict.fromkeys(ops))
     specs = [FLIGHT_OPERATIONS.get(part, _UNKNOWN_OPERATOR) for part in op.split("+")]
     # The arguments that must be equal and that the recorder records. Coalesced calls are compared
     # only if none has a list of tensors or is point-to-point.
@@ -102,7 +105,8 @@ def read_signature(
     shape_elements = tuple(map(math.prod, shapes))
     input_elements = tuple(map(math.prod, inputs))
     output_elements = tuple(map(math.prod, outputs))
-    has_splits = specs[0].split_args and not specs[0].is_rooted and len(inputs) > 1
+    first = specs[0]
+    has_splits = first.split_args and not first.is_rooted and len(inputs) > 1
     signature = Signature(
         op=op,
         shapes=shapes or outputs,
@@ -135,11 +139,10 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
         return outputs
     if spec.list_side is None:
         return inputs
-    listed, single = inputs, outputs
-    if spec.list_side is ListSide.OUTPUTS:
-        listed, single = outputs, inputs
+    is_output_listed = spec.list_side is ListSide.OUTPUTS
     if not spec.compares_shapes:  # only the root has the list
-        return single
+        return inputs if is_output_listed else outputs
+    listed = outputs if is_output_listed else inputs
     has_uneven_shapes = len(set(map(math.prod, listed))) > 1
     return listed if has_uneven_shapes else both
 
@@ -149,7 +152,7 @@ def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
     spec = FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
     input_count, output_count = sizes.tensors
     sent, received = sizes.elements
-    if not sizes.is_single_call or not (input_count and output_count):
+    if not sizes.is_single_call or 0 in sizes.tensors:
         return False
     if spec.compares_shapes and spec.list_side is not None:
         listed_count = input_count if spec.list_side is ListSide.INPUTS else output_count
@@ -174,14 +177,15 @@ class FlightEntry:
     name: str
     is_p2p: bool
     seq: int
-    fields: Mapping[str, Any]
+    fields: RawFields
 
     @classmethod
-    def parse_entry(cls, fields: Mapping[str, Any], index: int) -> FlightEntry:
+    def parse_entry(cls, fields: RawFields, index: int) -> FlightEntry:
         """The entry at ``index`` of a dump."""
         group, description = fields["process_group"]
         backend, _, name = parse_text(fields["profiling_name"]).rpartition(":")
         is_p2p = bool(fields.get("is_p2p")) or name.startswith(("send ", "recv "))
+        seq_field = "p2p_seq_id" if is_p2p else "collective_seq_id"
         return cls(
             parse_int(fields.get("record_id", index)),
             str(parse_int(fields["pg_id"])) if "pg_id" in fields else None,
@@ -190,7 +194,7 @@ class FlightEntry:
             backend,
             name,
             is_p2p,
-            parse_int(fields["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+            parse_int(fields[seq_field]),
             fields,
         )
 
@@ -205,13 +209,11 @@ class FlightEntry:
         return parse_int(self.fields.get("time_created_ns") or 0)
 
 
-def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
+def read_tensors(fields: RawFields) -> TensorFields:
     """The inputs and outputs of an entry. Raises ValueError if there are more than a call can have."""
-    inputs: Sequence[Any] = fields.get("input_sizes") or ()
-    outputs: Sequence[Any] = fields.get("output_sizes") or ()
-    input_dtypes: str | Sequence[str] = fields.get("input_dtypes") or ()
-    output_dtypes: str | Sequence[str] = fields.get("output_dtypes") or ()
-    tensor_count = max(len(inputs), len(outputs), len(input_dtypes), len(output_dtypes))
+    names = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+    inputs, outputs, input_dtypes, output_dtypes = (fields.get(name) or () for name in names)
+    tensor_count = max(map(len, (inputs, outputs, input_dtypes, output_dtypes)))
     dimension_count = max(map(len, (*inputs, *outputs)), default=0)
     if tensor_count > _MAX_TENSORS or dimension_count > _MAX_DIMENSIONS:
         raise ValueError("more tensors, or more dimensions, than a call has")
@@ -227,15 +229,18 @@ def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
     return (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
 
 
-def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, RankTuple]:
     """The members of the groups in ``pg_config`` by name; the default group may have several."""
-    groups: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, RankTuple] = {}
     total_chars = 0
     for key, fields in config.items():
-        name, value = parse_text(key), fields["ranks"]
+        name = parse_text(key)
+        value = fields["ranks"]
         # A few bytes of a pickle can stand for a long text or list many times.
-        if isinstance(value, (str, list, tuple)):
-            total_chars += len(value) * (1 if isinstance(value, str) else _CHARS_OF_A_MEMBER)
+        if isinstance(value, str):
+            total_chars += len(value)
+        elif isinstance(value, (list, tuple)):
+            total_chars += len(value) * _CHARS_OF_A_MEMBER
         if total_chars > _MAX_MEMBERS * _CHARS_OF_A_MEMBER:
             raise ValueError("more members of groups than a process has")
         members = _parse_members(value) if isinstance(value, str) else _check_members(value)
@@ -255,7 +260,8 @@ def _parse_members(text: str) -> RankTuple | None:
 
 def _check_members(ranks: Any) -> RankTuple | None:
     """The members; None if this is no list of them, or a list that is empty or too long."""
-    if not isinstance(ranks, (list, tuple)) or not 0 < len(ranks) <= MAX_DUMP_RANKS:
+    is_list = isinstance(ranks, (list, tuple))
+    if not is_list or not 0 < len(ranks) <= MAX_DUMP_RANKS:
         return None
     members = RankTuple(map(parse_int, ranks))
     has_duplicates = len(set(members)) < len(members)
@@ -276,21 +282,17 @@ def parse_statuses(
     it has been used: if the tables have the same length, they correspond in this order. The default
     group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
     """
-    numbers, names = (
-        # Decimal numbers by value, without their conversion.
-        sorted(map(parse_text, keys), key=lambda text: (len(text), text))
-        for keys in (table, groups)
-    )
+    numbers, names = _sort_numbers(table), _sort_numbers(groups)
     if "0" not in numbers and "0" in names:
         names.remove("0")
+    names_by_number = dict(names_by_pg_id)
     can_pair = len(names) == 1 or all(map(str.isdecimal, names))
-    paired: dict[str, str] = {}
     if len(numbers) == len(names) and can_pair:
         paired = dict(zip(numbers, names, strict=True))
-    if any(paired.get(number, name) != name for number, name in names_by_pg_id.items()):
-        paired = {}
-    names_by_number = {**names_by_pg_id, **paired}
-    statuses: dict[str, DeviceCounters] = {}
+        contradicts = any(paired.get(n, name) != name for n, name in names_by_pg_id.items())
+        if not contradicts:
+            names_by_number.update(paired)
+    statuses = {}
     for key, fields in table.items():
         name = names_by_number.get(parse_text(key))
         if name is not None and name not in unreliable_names:
@@ -301,6 +303,11 @@ def parse_statuses(
                 completed=parse_int(fields.get("last_completed_collective", -1)),
             )
     return statuses
+
+
+def _sort_numbers(keys: Iterable[object]) -> list[str]:
+    """Decimal numbers by value, without their conversion."""
+    return sorted(map(parse_text, keys), key=lambda text: (len(text), text))
 
 
 def parse_int(value: object) -> int:

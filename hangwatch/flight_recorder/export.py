@@ -9,10 +9,11 @@ if that is unfinished.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hangwatch.model.operators import OPERATIONS, ListSide, OutputScale
+from hangwatch.report.documents import JsonObject
+from hangwatch.report.text import Document
 
 from .entries import DTYPE_NAMES
 
@@ -28,23 +29,25 @@ _RECORDER_DTYPES = {dtype: name for name, dtype in DTYPE_NAMES.items()} | {
 
 
 def export_dumps(
-    incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]
-) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    incident: Document, ranks: Iterable[Document]
+) -> tuple[dict[int, JsonObject], list[str]]:
     """The dump of each rank whose groups have known members, and the operations left out."""
     omitted_ops: set[str] = set()
-    dumps: dict[int, dict[str, Any]] = {}
+    dumps = {}
     for rank in ranks:
         groups = rank.get("groups")
         if not groups or not all(group["ranks"] for group in groups):
             continue
-        config: dict[str, dict[str, str]] = {}
-        status: dict[str, dict[str, int]] = {}
-        entries: list[dict[str, Any]] = []
+        config = {}
+        status = {}
+        entries: list[JsonObject] = []
         for uid, group in enumerate(groups):
             name = group["name"]
-            config[name] = {"name": name, "desc": group["desc"], "ranks": str(list(group["ranks"]))}
-            entered, completed = int(group["entered"]), group.get("completed")
-            completed = -1 if completed is None else int(completed)
+            members = str(list(group["ranks"]))
+            config[name] = {"name": name, "desc": group["desc"], "ranks": members}
+            entered, completed = _get_position(group)
+            if completed is None:
+                completed = -1
             status[str(uid)] = {
                 "last_enqueued_collective": entered,
                 "last_started_collective": entered,
@@ -67,16 +70,19 @@ def export_dumps(
     return dumps, sorted(omitted_ops)
 
 
+def _get_position(group: Document) -> tuple[int, int | None]:
+    """The last call that the rank has entered, and the last that it has completed if that is known."""
+    completed = group.get("completed")
+    return int(group["entered"]), None if completed is None else int(completed)
+
+
 def _select_calls(
-    incident: Mapping[str, Any],
-    rank: Mapping[str, Any],
-    group: Mapping[str, Any],
-    omitted_ops: set[str],
-) -> dict[int, Mapping[str, Any]]:
+    incident: Document, rank: Document, group: Document, omitted_ops: set[str]
+) -> dict[int, Document]:
     """The rank's calls of the incident's group by number; without any, its unfinished call."""
     about = incident.get("group") or {}
-    is_about_group = (group["name"], group["ranks"]) == (about.get("name"), about.get("ranks"))
-    collectives: list[Mapping[str, Any]] = []
+    is_about_group = all(group[name] == about.get(name) for name in ("name", "ranks"))
+    collectives = []
     # The calls of a deadlock are of several groups.
     if is_about_group and incident.get("kind") != "deadlock":
         for call in incident.get("calls") or ():
@@ -87,44 +93,47 @@ def _select_calls(
     calls_by_seq = {call["seq"]: call for call in collectives if rank["rank"] in call["ranks"]}
     if calls_by_seq:
         return calls_by_seq
-    entered, completed = int(group["entered"]), group.get("completed")
+    entered, completed = _get_position(group)
     if completed is None or completed >= entered:
         return {}
+    op = group["op"]
     for call in collectives:
-        if call["seq"] == entered and call["op"] == group["op"]:
+        if call["seq"] == entered and call["op"] == op:
             return {entered: call}
-    return {entered: {"seq": entered, "op": group["op"]}}
+    return {entered: {"seq": entered, "op": op}}
 
 
 def _build_entry(
-    record_id: int, pg_id: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str
-) -> dict[str, Any]:
+    record_id: int, pg_id: int, group: Document, call: Document, state: str
+) -> JsonObject:
     spec = _ANALYZER_SPECS[call["op"]]
+    seq = int(call["seq"])
     # A document has the shapes of one side, from which the other side follows.
     inputs = [list(shape) for shape in call.get("shapes") or ()]
     sizes = [math.prod(shape) for shape in inputs]
     member_count = len(group["ranks"])
     if spec.list_side is ListSide.OUTPUTS and spec.compares_shapes:
         inputs = inputs[:1] or [[]]
-        outputs = [[member_count * size] for size in sizes[:1]] or [[]]
+        outputs = [[member_count * sizes[0]]] if sizes else [[]]
     elif spec.output_scale is OutputScale.TIMES_MEMBERS:
         outputs = [[member_count * size] for size in sizes]
     elif spec.output_scale is OutputScale.PER_MEMBER:
         outputs = [[size // member_count] for size in sizes]
     else:
-        inputs, outputs = inputs or [[]], inputs or [[]]
+        inputs = outputs = inputs or [[]]
     dtype = str(call.get("dtype") or "")
     recorder_dtype = _RECORDER_DTYPES.get(dtype, dtype)
-    frames: list[dict[str, Any]] = []
-    if site := call.get("site"):
+    frames = []
+    site = call.get("site")
+    if site:
         frames = [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
     return {
         "record_id": record_id,
         "pg_id": pg_id,
         "process_group": (group["name"], group["desc"]),
-        "collective_seq_id": int(call["seq"]),
+        "collective_seq_id": seq,
         "p2p_seq_id": 0,
-        "op_id": int(call["seq"]),
+        "op_id": seq,
         "profiling_name": f"gloo:{spec.analyzer_name}",
         "time_created_ns": 0,
         "input_sizes": inputs,

@@ -162,7 +162,7 @@ def _check_tuples(data: bytes) -> None:
     opcodes than can be followed in seconds, and IndexError, KeyError or ValueError for an invalid
     pickle.
     """
-    stack: list[int] = []
+    stack = []
     memo: dict[Any, int] = {}
     for position, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if position >= MAX_FOLLOWED_OPCODES:
@@ -178,7 +178,7 @@ def _check_tuples(data: bytes) -> None:
         else:
             # The opcode takes a number of values or, of some opcodes, the topmost mark with all
             # values above it.
-            taken: list[int] = []
+            taken = []
             count = len(opcode.stack_before)
             if pickletools.markobject in opcode.stack_before:
                 while (weight := stack.pop()) != _MARK:

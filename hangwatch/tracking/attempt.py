@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Any
 
 from hangwatch.model.bounds import limit_texts
 from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
-from hangwatch.model.groups import (
-    Group,
-    GroupKey,
-    is_group_address,
-    pack_ranks,
-    unpack_ranks,
-)
+from hangwatch.model.groups import Group, GroupKey, is_group_address, pack_ranks, unpack_ranks
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import HardwareReply, ProcessIdentity, StreamIdentity
 
 from .call_stream import (
     MAX_PINNED_PAIRS,
@@ -39,6 +34,7 @@ from .call_stream import (
 from .checks import CheckResults
 from .foreign_groups import ForeignGroups, connect_channel, disconnect_channel, forget_channel
 from .process import Process
+from .tenants import change_count
 
 MAX_CLOSED_GROUPS = 1024
 INTERNED_KEPT = 8192  # signatures and call sites of a job's calls
@@ -62,7 +58,7 @@ class HostHardware:
     unavailable: tuple[UnavailableSource, ...]
 
     @classmethod
-    def from_reply(cls, reply: heartbeat.HardwareReply, now: float) -> HostHardware:
+    def from_reply(cls, reply: HardwareReply, now: float) -> HostHardware:
         """The reading in a reply that was received at ``now``, without what exceeds the limits."""
         return cls(
             taken_at=now - max(0.0, reply.taken_s),
@@ -88,9 +84,7 @@ class Attempt:
     _sizes: Counter[int] = field(default_factory=Counter)
     last_seen_at: float = 0.0
     newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
-    longest_pause_s: float = (
-        0.0  # the longest time after which calls resumed, see `record_call_time`
-    )
+    longest_pause_s: float = 0.0  # the longest time without calls, see `record_call_time`
     # The time at which heartbeats resumed after the whole job was silent: before that, the silence of
     # a host did not mean that this host was lost.
     resumed_at: float = 0.0
@@ -198,7 +192,8 @@ class Attempt:
         """The ranks whose live processes no node agent has reported since ``before``."""
         if self._all_reported_since > before:
             return []  # The usual case, since reading the times of 100,000 processes takes 10 ms.
-        unreported, oldest_at = [], float("inf")
+        unreported = []
+        oldest_at = inf
         for rank, process in self.processes.items():
             if process.exit is None:
                 seen_at = process.reports.agent_seen_at
@@ -214,7 +209,7 @@ class Attempt:
             if (process := self.processes.get(rank)) is not None:
                 yield process
 
-    def has_group(self, identity: heartbeat.StreamIdentity) -> bool:
+    def has_group(self, identity: StreamIdentity) -> bool:
         """Whether a member has reported the group."""
         return _get_identity_key(identity) in self._groups_by_identity
 
@@ -222,16 +217,17 @@ class Attempt:
         """The members of its world and all its different groups, which determine its size in memory."""
         return self.world_size + self._member_count
 
-    def join_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
+    def join_group(self, process: Process, identity: StreamIdentity) -> Group:
         """Makes a process a member of a group. Returns one shared object for all members that report
         the same group, unless it is a foreign one.
         """
         key = _get_identity_key(identity)
-        group = self._groups_by_identity.get(key)
-        is_new = group is None
+        known = self._groups_by_identity.get(key)
         if identity.foreign:
             group = self.foreign_groups.join_group(process, identity)
-        elif group is None:
+        elif known is not None:
+            return known
+        else:
             group = Group(
                 name=identity.name,
                 desc=identity.desc,
@@ -240,7 +236,7 @@ class Attempt:
                 generation=identity.generation,
                 world_size=identity.world,
             )
-        if is_new:
+        if known is None:
             self._groups_by_identity[key] = group
             self._member_count += len(group.ranks)
         return group
@@ -259,26 +255,29 @@ class Attempt:
     def drop_spare_calls(self) -> int:
         """Drops calls for lack of memory; see `CallStream.drop_spare_calls`. Returns how many."""
         self._interned.clear()
-        processes = self.processes.values()
-        return sum(s.drop_spare_calls() for process in processes for s in process.streams.values())
+        dropped_count = 0
+        for process in self.processes.values():
+            for stream in process.streams.values():
+                dropped_count += stream.drop_spare_calls()
+        return dropped_count
 
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
         process.added_streams += 1
-        if stream.loss is not None and process.holds_rank:
-            self.lossy_ranks.add(process.rank)
         if stream.peer is not None:
             self.message_groups.add(stream.group.key)
-            connect_channel(process, stream)
-            if decode_invalid_peer(stream.peer) is not None and process.holds_rank:
+        if process.holds_rank:
+            if stream.loss is not None:
+                self.lossy_ranks.add(process.rank)
+            if decode_invalid_peer(stream.peer) is not None:
                 self.misaddressing_ranks.add(process.rank)
-        self._add_to_state(process, stream)
+            connect_channel(process, stream)
+            self._add_to_state(process, stream)
 
     def _add_to_state(self, process: Process, stream: CallStream) -> None:
         """Makes a stream of collectives one of its `GroupState`."""
-        is_collective = stream.kind in (StreamKind.COLLECTIVE, StreamKind.SETUP)
-        if not is_collective or not process.holds_rank:
+        if stream.kind not in (StreamKind.COLLECTIVE, StreamKind.SETUP):
             return
         key = stream.group.key
         state = self._group_states.get(key)
@@ -297,7 +296,7 @@ class Attempt:
         if has_moved and stream.group_state is not None:
             self._remove_from_state(process.rank, stream.group_state)
         stream.group = group
-        if has_moved:
+        if has_moved and process.holds_rank:
             self._add_to_state(process, stream)
 
     def list_outside_waits(self) -> list[tuple[int, CallStream, GroupState]]:
@@ -333,20 +332,20 @@ class Attempt:
         state.closed_count += 1
         if state.closed_count < len(state.members):
             return
-        if len(state.members) == len(state.key[2]):
+        if len(state.members) == state.size:
             self._forget_group(state)
-        else:
-            self._closed_groups[state.key] = state
-            if len(self._closed_groups) > MAX_CLOSED_GROUPS:
-                self._forget_group(self._closed_groups[next(iter(self._closed_groups))])
+            return
+        self._closed_groups[state.key] = state
+        if len(self._closed_groups) > MAX_CLOSED_GROUPS:
+            self._forget_group(next(iter(self._closed_groups.values())))
 
     def _forget_group(self, state: GroupState) -> None:
         self._closed_groups.pop(state.key, None)
         if state.closed_count < len(state.members):
             return  # another member has reported it meanwhile
         for group in {id(s.group): s.group for s in state.members.values()}.values():
-            ranks, world = pack_ranks(group.ranks), (group.generation, group.world_size)
-            key = (group.name, group.desc, ranks, group.backend, *world, "")
+            texts = (group.name, group.desc, pack_ranks(group.ranks), group.backend)
+            key = (*texts, group.generation, group.world_size, "")
             if self._groups_by_identity.pop(key, None) is not None:
                 self._member_count -= len(group.ranks)
         for stream in state.members.values():
@@ -356,23 +355,21 @@ class Attempt:
         self.message_groups.discard(state.key)
 
     def _drop_group_state(self, state: GroupState) -> None:
-        self._group_states.pop(state.key, None)
-        self.foreign_states.pop(state.key, None)
-        self.streams_by_group.pop(state.key, None)
-        self.diverged_groups.discard(state.key)
-        self.uneven_groups.pop(state.key, None)
-        self.concurrent_groups.pop(state.key, None)
+        key = state.key
+        self._group_states.pop(key, None)
+        self.foreign_states.pop(key, None)
+        self.streams_by_group.pop(key, None)
+        self.diverged_groups.discard(key)
+        self.uneven_groups.pop(key, None)
+        self.concurrent_groups.pop(key, None)
 
     def assign_rank(self, process: Process | None, rank: int) -> None:
         """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""
         self._alive_rank = rank
-        self.suspects.discard(rank)
-        self.unable_ranks.discard(rank)
-        self.ended_ranks.discard(rank)
-        self.sender_ranks.discard(rank)
-        self.misaddressing_ranks.discard(rank)
-        self.incomplete_ranks.discard(rank)
-        self.lossy_ranks.discard(rank)
+        reported_states = (self.suspects, self.unable_ranks, self.ended_ranks)
+        reported_calls = (self.sender_ranks, self.misaddressing_ranks)
+        for ranks in (*reported_states, *reported_calls, self.incomplete_ranks, self.lossy_ranks):
+            ranks.discard(rank)
         former = self.processes.pop(rank, None)
         if former is not None:
             if process is not None and former.is_alive:
@@ -384,7 +381,8 @@ class Attempt:
             for stream in former.streams.values():
                 self._forget_divergence(stream)
                 disconnect_channel(stream)
-                if (state := stream.group_state) is not None:
+                state = stream.group_state
+                if state is not None:
                     stream.group_state = None
                     self._remove_from_state(rank, state)
         if process is not None:
@@ -393,9 +391,10 @@ class Attempt:
             self._histories.set_rank_count(len(self.processes))
             self._all_reported_since = min(self._all_reported_since, process.reports.agent_seen_at)
 
-    def replace_identity(self, process: Process, identity: heartbeat.ProcessIdentity) -> None:
+    def replace_identity(self, process: Process, identity: ProcessIdentity) -> None:
         """Gives a process what it reports of itself now. It has the same rank as before."""
-        former, process.identity = process.identity, identity
+        former = process.identity
+        process.identity = identity
         if process.holds_rank:
             self._count_identity(former, -1)
             self._count_identity(identity, 1)
@@ -408,12 +407,10 @@ class Attempt:
         if self._sizes:
             self.world_size = max(self._sizes)
 
-    def _count_identity(self, identity: heartbeat.ProcessIdentity, change: int) -> None:
-        self._sizes[identity.world_size] += change
+    def _count_identity(self, identity: ProcessIdentity, change: int) -> None:
+        change_count(self._sizes, identity.world_size, change)
         if is_known_address(identity.master):
-            self.addresses[identity.master] += change
-        if change < 0:  # a unary plus leaves out those with a count of 0
-            self._sizes, self.addresses = +self._sizes, +self.addresses
+            change_count(self.addresses, identity.master, change)
 
     def _remove_from_state(self, rank: int, state: GroupState) -> None:
         if rank in state.members:  # Two streams of a process can belong to the same group.
@@ -475,7 +472,8 @@ class Attempt:
         stream.answered = tuple(window for window in stream.answered if window.last < from_seq)
         state = stream.group_state
         if state is not None:
-            state.passed_by_all, state.laggard = min(state.passed_by_all, from_seq - 1), None
+            state.passed_by_all = min(state.passed_by_all, from_seq - 1)
+            state.laggard = None
         self._revoke_hashes(stream, from_seq)
 
     def _revoke_hashes(self, stream: CallStream, from_seq: int) -> None:
@@ -522,8 +520,8 @@ class Attempt:
         if state.diverged:
             # Later reports change nothing. In a large group, searching all members for each earlier
             # report would take long: the diagnosis does it once for all.
-            is_large = len(state.key[2]) > MAX_URGENT_SUSPECTS
-            if is_large or report[0][0] >= state.pinned_seqs[1]:
+            _, first_different = state.pinned_seqs
+            if state.size > MAX_URGENT_SUSPECTS or report[0][0] >= first_different:
                 return
         elif state.match_hashes(report):
             return
@@ -542,28 +540,26 @@ class Attempt:
         if other is None:
             stream.reported_hashes = stream.reported_hashes[-NEWEST_KEPT:]
             return
-        ends = stream, other
         sending = stream if stream.kind is StreamKind.SEND else other
-        found = find_divergence(dict(enumerate(ends)))
+        found = find_divergence({0: stream, 1: other})
         if found is None:
             self.diverged_channels.pop(id(sending), None)
             common = stream.hashes_by_seq.keys() & other.hashes_by_seq.keys()
-            last_equal, kept_count = max(common, default=0), NEWEST_KEPT
-            for end in ends:
-                pairs = [pair for pair in end.reported_hashes if pair[0] >= last_equal]
-                end.reported_hashes = (*pairs[:1], *pairs[1:][1 - kept_count :])
-            return
-        self.has_urgent_changes |= id(sending) not in self.diverged_channels
-        self.diverged_channels[id(sending)] = sending
-        for end in ends:
-            pairs = [
-                p for p in end.reported_hashes if found.last_equal <= p[0] <= found.first_different
-            ]
-            end.reported_hashes = (*pairs[:1], *pairs[1:][1 - MAX_PINNED_PAIRS :])
+            first, last = max(common, default=0), inf
+            kept_count = NEWEST_KEPT
+        else:
+            self.has_urgent_changes |= id(sending) not in self.diverged_channels
+            self.diverged_channels[id(sending)] = sending
+            first, last = found.last_equal, found.first_different
+            kept_count = MAX_PINNED_PAIRS
+        for end in (stream, other):
+            pairs = [pair for pair in end.reported_hashes if first <= pair[0] <= last]
+            end.reported_hashes = (*pairs[:1], *pairs[1:][1 - kept_count :])
 
     def _update_divergence(self, state: GroupState) -> None:
         """Finds where the members of a group began to differ, if they do."""
-        before, found = state.divergence, find_divergence(state.members)
+        before = state.divergence
+        found = find_divergence(state.members)
         if found == before:
             return
         state.divergence = found
@@ -596,11 +592,10 @@ def find_divergence(members: StreamsByRank) -> DivergenceBounds | None:
     first = min(conflicts)
     # Equal hashes mean that all calls up to there are equal: the members with the same hash of call
     # ``first`` are one side, and what one of them reported holds for all.
-    seqs_by_side: dict[int, set[int]] = {}
+    seqs_by_side = defaultdict(set)
     for history in histories:
         value = dict(history).get(first)
         if value is not None:
-            earlier = [seq for seq, _ in history if seq < first]
-            seqs_by_side.setdefault(value, set()).update(earlier)
+            seqs_by_side[value].update([seq for seq, _ in history if seq < first])
     common = set.intersection(*seqs_by_side.values())
     return DivergenceBounds(last_equal=max(common, default=0), first_different=first)

@@ -17,7 +17,6 @@ from types import MappingProxyType
 
 from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import DeviceProgress
 
 HashPair = tuple[int, int]  # a sequence number, and the running hash after that call
@@ -32,14 +31,12 @@ FINISHED_CALLS_KEPT = 2
 LAST_CALLS_KEPT = 8
 SMALL_JOB_RANKS = 1024
 
-# Reference hashes kept per group: a base count, plus a count for each member.
-REFERENCE_HASHES_KEPT = 16, 2
+# Reference hashes kept of each group.
+REFERENCES_KEPT, REFERENCES_KEPT_PER_MEMBER = 16, 2
 
 # If a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
 
-# A call whose completion nothing reports is suspected after this time. Most jobs make another before.
-_UNCOUNTED_AFTER_S = 3.0
 
 # The calls of at most this many members (one for each distinct hash) are requested after a divergence,
 # and only within this time.
@@ -95,7 +92,7 @@ class DivergenceBounds:
 _NO_CALLS: Mapping[int, Call] = MappingProxyType({})
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class CallStream:
     """One rank's position in one stream of calls. Times are on the server's monotonic clock."""
 
@@ -159,14 +156,16 @@ class CallStream:
         if len(self.calls) <= finished_kept:
             return
         seqs = sorted(self.calls)
-        first, last = (0, 0) if self.group_state is None else self.group_state.pinned_seqs
-        first -= CALLS_KEPT_BEFORE_DIFFERENCE
-        pinned = set([seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:])
-        others = [seq for seq in seqs if seq not in pinned]
+        pinned = []
+        if self.group_state is not None:
+            first, last = self.group_state.pinned_seqs
+            first -= CALLS_KEPT_BEFORE_DIFFERENCE
+            pinned = [seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:]
+        others = sorted(set(seqs).difference(pinned))
         finished_count = bisect_left(others, self.first_unfinished)
         dropped_count = max(0, finished_count - finished_kept, len(others) - CALLS_KEPT)
-        dropped = set(others[:dropped_count])
-        self.calls = {seq: self.calls[seq] for seq in seqs if seq not in dropped}
+        kept = sorted([*pinned, *others[dropped_count:]])
+        self.calls = {seq: self.calls[seq] for seq in kept}
 
     def drop_spare_calls(self) -> int:
         """For lack of memory, drops all calls but the one it may wait in and the newest `LAST_CALLS_KEPT`. They
@@ -175,7 +174,8 @@ class CallStream:
         seqs = sorted(self.calls)
         kept = {self.first_unfinished, *seqs[-LAST_CALLS_KEPT:]}.intersection(seqs)
         if len(kept) < len(seqs):
-            self.calls, self.answered = {seq: self.calls[seq] for seq in sorted(kept)}, ()
+            self.calls = {seq: self.calls[seq] for seq in sorted(kept)}
+            self.answered = ()
         return len(seqs) - len(kept)
 
     def add_answer(self, window: CallWindow) -> None:
@@ -205,34 +205,12 @@ class CallStream:
         return self.is_pending and newest is not None and newest.blocking is True
 
     @property
-    def is_device_still(self) -> bool:
-        """Whether the device has collectives to complete, and advanced in none for `MIN_WAIT_S`."""
-        device = self.device
-        return (
-            device is not None
-            and device.is_behind_host
-            and device.read_at - self.device_changed_at >= MIN_WAIT_S
-        )
-
-    @property
     def is_executed(self) -> bool:
         """Whether the device had completed all calls when it was last read, after the newest one."""
         device = self.device
-        return (
-            device is not None
-            and not device.is_behind_host
-            and device.enqueued >= 0
-            and device.read_at > self.entered_at
-        )
-
-    def is_uncounted_and_old(self, now: float) -> bool:
-        """Whether its newest call was made a while ago, and nothing reports its completion."""
-        return (
-            self.completed is None
-            and self.device is None
-            and self.entered > 0
-            and now - self.entered_at >= _UNCOUNTED_AFTER_S
-        )
+        if device is None or device.is_behind_host:
+            return False
+        return device.enqueued >= 0 and device.read_at > self.entered_at
 
     @property
     def hashes_by_seq(self) -> dict[int, int]:
@@ -254,8 +232,7 @@ StreamsByRank = dict[int, CallStream]
 
 def list_histories(streams: Iterable[CallStream]) -> list[Hashes]:
     """The different histories of running hashes: a few dozen, if 100,000 members share them."""
-    histories = [stream.reported_hashes for stream in streams]
-    return list(dict(zip(map(id, histories), histories, strict=True)).values())
+    return list({id(s.reported_hashes): s.reported_hashes for s in streams}.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,6 +240,7 @@ class GroupState:
     """The members of a process group with their streams, and the running hashes they share."""
 
     key: GroupKey
+    size: int = field(init=False)  # the number of all members, reporting or not
     members: StreamsByRank = field(default_factory=dict)
     # The members of a foreign group that are ranks of other attempts, by `OutsideMember`.
     outside: StreamsByRank = field(default_factory=dict)
@@ -283,6 +261,9 @@ class GroupState:
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     closed_count: int = 0  # members whose stream is closed
     has_losses: bool = False  # some member's calls are not completely recorded
+
+    def __post_init__(self) -> None:
+        self.size = len(self.key[2])
 
     @property
     def diverged(self) -> bool:
@@ -310,7 +291,7 @@ class GroupState:
                 all_match &= seq > self.forgotten_up_to
             elif known != value:
                 all_match = False
-        capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
+        capacity = REFERENCES_KEPT + REFERENCES_KEPT_PER_MEMBER * self.size
         if len(reference) > capacity:
             self.forget_references(sorted(reference)[: capacity // 2])
         if all_match:
@@ -332,7 +313,7 @@ class GroupState:
             return True
         if stream.entered <= self.passed_by_all:
             return False
-        if len(self.members) + len(self.outside) < len(self.key[2]):
+        if len(self.members) + len(self.outside) < self.size:
             return True
         if any(other.entered < stream.entered for other in self.outside.values()):
             return True
@@ -349,7 +330,7 @@ class GroupState:
     @property
     def is_urgent(self) -> bool:
         """Whether the group diverged and is so small that any member's next report may decide."""
-        return self.diverged and len(self.key[2]) <= MAX_URGENT_SUSPECTS
+        return self.diverged and self.size <= MAX_URGENT_SUSPECTS
 
     def register_side(self, stream: CallStream, now: float) -> bool:
         """Whether to request the calls of ``stream``, which is then registered for its side.
@@ -379,7 +360,8 @@ class GroupState:
         removed.group_state = None
         self.closed_count -= removed.is_closed
         self.has_losses = any(stream.loss is not None for stream in self.members.values())
-        self.passed_by_all, self.laggard = 0, None
+        self.passed_by_all = 0
+        self.laggard = None
         self.forget_references(list(self.reference_hashes))
         for value, stream in list(self.streams_by_side.items()):
             if stream is removed:
@@ -400,13 +382,15 @@ def thin_hashes(history: Hashes, pinned: tuple[int, int]) -> Hashes:
     newest multiples, nor from the first to the last sequence number that is ``pinned``.
     """
     first_pinned, last_pinned = pinned
-    kept: list[HashPair] = []
+    kept = []
     # How many newer positions are multiples of each power of two, by its exponent.
     counts = [0] * (_MAX_LEVEL + 1)
     pinned_count = 0
     for index, pair in enumerate(reversed(history)):
         seq = pair[0]
-        level = min((seq & -seq).bit_length() - 1, _MAX_LEVEL) if seq else _MAX_LEVEL
+        level = _MAX_LEVEL
+        if seq:
+            level = min((seq & -seq).bit_length() - 1, _MAX_LEVEL)
         is_pinned = first_pinned <= seq <= last_pinned and pinned_count < MAX_PINNED_PAIRS
         pinned_count += is_pinned
         is_aligned = counts[level] < MULTIPLES_KEPT or seq == 1 << level
@@ -449,17 +433,18 @@ class HashHistories:
         self, history: Hashes, report: Hashes, pinned: tuple[int, int] = (0, 0)
     ) -> Hashes:
         """The history with a shared report; thinned if it has become long, see `thin_hashes`."""
-        key = id(history), id(report), pinned
+        key = (id(history), id(report), pinned)
         extended = self._extended.get(key)
-        if extended is None:
-            if len(self._extended) >= self.capacity:
-                self._extended.clear()
-            if not history or history[-1][0] < report[0][0]:
-                after = (*history, *report)
-            else:
-                after = merge_hashes(history, report)
-            if len(after) > MAX_PAIRS:
-                after = thin_hashes(after, pinned)
-            # The entry keeps both alive, so that no other object has their identities.
-            extended = self._extended[key] = history, report, after
-        return extended[2]
+        if extended is not None:
+            return extended[2]
+        if len(self._extended) >= self.capacity:
+            self._extended.clear()
+        if not history or history[-1][0] < report[0][0]:
+            after = (*history, *report)
+        else:
+            after = merge_hashes(history, report)
+        if len(after) > MAX_PAIRS:
+            after = thin_hashes(after, pinned)
+        # The entry keeps both alive, so that no other object has their identities.
+        self._extended[key] = (history, report, after)
+        return after

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import PERSISTENT_ROUNDS
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import NonfiniteReport, ProcessUpdate
 
 from .call_stream import CallStream, HashPair
 from .process import Process
@@ -44,9 +44,9 @@ class ReplicaChecksums:
     differing: dict[HashPair, ChecksumComparison] = field(default_factory=dict)
 
     def record_checksum(self, rank: int, position: HashPair, checksum: int, now: float) -> None:
-        comparison = self.differing.get(position) or self.incomplete.setdefault(
-            position, ChecksumComparison(seq=position[0])
-        )
+        comparison = self.differing.get(position) or self.incomplete.get(position)
+        if comparison is None:
+            comparison = self.incomplete[position] = ChecksumComparison(seq=position[0])
         ranks = comparison.ranks_by_checksum.setdefault(checksum, set())
         ranks.add(rank)
         member_count = len(self.group.ranks)
@@ -74,7 +74,7 @@ class NonfiniteCall:
     group: Group
     seq: int
     channel: tuple[int, int] | None  # (rank, uid) of a point-to-point call; None for a collective
-    first_report: heartbeat.NonfiniteReport
+    first_report: NonfiniteReport
     entered_at: float  # the earliest entry among the reporting ranks
     reported_at: float  # when the first report arrived
     input_ranks: set[int] = field(default_factory=set)  # ranks with such values in their input
@@ -97,27 +97,29 @@ class NonfiniteStreak:
         return now - self.last_report_at <= STREAK_GAP_S
 
     def record_nonfinite(
-        self, stream: CallStream, rank: int, report: heartbeat.NonfiniteReport, now: float
+        self, stream: CallStream, rank: int, report: NonfiniteReport, now: float
     ) -> None:
         if not self.is_ongoing(now):
             self.calls.clear()
         self.last_report_at = now
+        group, seq = stream.group, report.seq
         channel = None if stream.kind is StreamKind.COLLECTIVE else (rank, stream.uid)
-        position = (stream.group.key, report.seq, channel)
+        position = (group.key, seq, channel)
         entered_at = now - report.at_s
-        if (call := self.calls.get(position)) is None:
-            call = NonfiniteCall(
-                group=stream.group,
-                seq=report.seq,
+        call = self.calls.get(position)
+        if call is None:
+            call = self.calls[position] = NonfiniteCall(
+                group=group,
+                seq=seq,
                 channel=channel,
                 first_report=report,
                 entered_at=entered_at,
                 reported_at=now,
             )
-            self.calls[position] = call
         call.entered_at = min(call.entered_at, entered_at)
-        (call.output_ranks if report.output else call.input_ranks).add(rank)
-        while len(self.calls) > _max_positions(len(stream.group.ranks)):
+        ranks = call.output_ranks if report.output else call.input_ranks
+        ranks.add(rank)
+        while len(self.calls) > _max_positions(len(group.ranks)):
             choose = min if self.keeps_newest else max
             surplus = choose(self.calls, key=lambda key: self.calls[key].entered_at)
             del self.calls[surplus]
@@ -138,29 +140,29 @@ class CheckResults:
     @property
     def is_quiet(self) -> bool:
         """Whether the diagnosis has nothing to judge."""
-        return not (self.unscaled.calls or self.persistent.calls or any(self.iter_differing()))
+        if self.unscaled.calls or self.persistent.calls:
+            return False
+        return not any(self.iter_differing())
 
     def iter_differing(self) -> Iterator[ReplicaChecksums]:
         return (replica for replica in self.replicas.values() if replica.differing)
 
-    def apply_update(self, process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+    def apply_update(self, process: Process, update: ProcessUpdate, now: float) -> None:
         """Records the check results in an update of a rank's current process."""
         rank = process.rank
         for uid, seq, chain, checksum in update.checksums:
             stream = process.streams.get(uid)
-            if (
-                stream is not None
-                and stream.kind is StreamKind.COLLECTIVE
-                and rank in stream.group.ranks
-            ):
-                group = stream.group
+            if stream is None or stream.kind is not StreamKind.COLLECTIVE:
+                continue
+            group = stream.group
+            if rank in group.ranks:
                 replica = self.replicas.setdefault(group.key, ReplicaChecksums(group=group))
                 replica.record_checksum(rank, (seq, chain), checksum, now)
         for report in update.nonfinite:
-            if (stream := process.streams.get(report.uid)) is None:
+            stream = process.streams.get(report.uid)
+            if stream is None:
                 continue
-            streaks = [self.scaled if report.scaled else self.unscaled]
+            streak = self.scaled if report.scaled else self.unscaled
+            streak.record_nonfinite(stream, rank, report, now)
             if report.scaled and report.rounds >= PERSISTENT_ROUNDS:
-                streaks.append(self.persistent)
-            for streak in streaks:
-                streak.record_nonfinite(stream, rank, report, now)
+                self.persistent.record_nonfinite(stream, rank, report, now)

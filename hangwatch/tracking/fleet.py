@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.groups import is_group_address
 from hangwatch.model.ranks import AttemptKey, Lifecycle
-from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT, get_family
+from hangwatch.protocol.heartbeat import (
+    MAX_CLOCK_DRIFT,
+    AgentCost,
+    Heartbeat,
+    ProcessIdentity,
+    ProcessUpdate,
+    get_family,
+)
 
 from .attempt import Attempt, HostHardware, is_known_address
 from .call_stream import CallWindow
@@ -22,8 +28,6 @@ from .process import Process, ReportTimes, StackSample
 from .tenants import change_count, get_tenant, take_turns
 from .updates import apply_process_update, apply_terse_update, record_calls
 
-SAMPLES_KEPT_PER_PROCESS = 4
-_EXAMINED_KEPT = 2  # two show a hold
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
 # An attempt whose node agents are silent for longer may have been replaced by another one.
@@ -38,7 +42,7 @@ SILENT_AFTER_S = 60.0  # an agent without a heartbeat for so long no longer coun
 MAX_DELAY_S = 120.0
 
 ProcessLocation = tuple[str, str]  # (host, process key)
-ProcessKey = tuple[str, str, str]  # (the job that it names, host, process key)
+ProcessKey = tuple[str, str, str]  # (the job that it names, or its tenant, host, process key)
 
 
 @dataclass(slots=True)
@@ -48,13 +52,13 @@ class ReportingAgent:
     last_seen_at: float = 0.0
     last_number: int = 0  # the number of its last heartbeat
     is_awaited: bool = False  # the server has requested that its next heartbeat is urgent
-    cost: heartbeat.AgentCost | None = None  # the last one reported
+    cost: AgentCost | None = None  # the last one reported
     families: tuple[str, ...] = ()  # the families of its jobs; without one, that of its tenant
     processes: dict[ProcessLocation, Process] = field(default_factory=dict)
     # The smallest difference seen between the time of receipt and the agent's clock, and when.
     _smallest_gap: tuple[float, float] | None = None
 
-    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
+    def estimate_sent_at(self, beat: Heartbeat, received_at: float) -> float:
         """When a heartbeat was sent, on the server's clock.
 
         The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
@@ -98,7 +102,9 @@ class AgentRegistry(OrderedDict[str, ReportingAgent]):
     def get_families(self, agent_id: str) -> tuple[str, ...]:
         """The families of an agent's jobs; that of its tenant if it is unknown."""
         agent = self.get(agent_id)
-        return (get_family(get_tenant(agent_id)),) if agent is None else agent.families
+        if agent is not None:
+            return agent.families
+        return (get_family(get_tenant(agent_id)),)
 
     def join_family(self, agent: ReportingAgent, family: str) -> None:
         """Records that an agent is about to report a process of a job in the family."""
@@ -107,7 +113,7 @@ class AgentRegistry(OrderedDict[str, ReportingAgent]):
             agent.families = (*agent.families, family) if agent.processes else (family,)
             self._count_agent(agent.families, 1)
 
-    def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> ReportingAgent:
+    def record_heartbeat(self, beat: Heartbeat, now: float) -> ReportingAgent:
         """Records that an agent reported, and returns it."""
         agent = self.get(beat.agent)
         if agent is None:
@@ -125,7 +131,7 @@ class AgentRegistry(OrderedDict[str, ReportingAgent]):
 
     def update_silent(self, now: float) -> list[tuple[str, float]]:
         """Counts the silent agents. Returns their ids and for how many seconds they are silent."""
-        silent: list[tuple[str, float]] = []
+        silent = []
         self._silent_counts.clear()
         self._reporting_counts = None
         for agent_id, agent in self.items():
@@ -172,7 +178,7 @@ class Fleet:
     _families: dict[str, dict[str, dict[int, Attempt]]] = field(default_factory=dict)
     # Processes of dropped attempts that were alive by their last report, by tenant, host and key. The
     # dict is an ordered set.
-    _forgotten_processes: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    _forgotten_processes: dict[ProcessKey, None] = field(default_factory=dict)
 
     def list_attempts(self, job: str) -> Collection[Attempt]:
         """The attempts of a job in the order of their numbers."""
@@ -210,7 +216,7 @@ class Fleet:
         attempts = self.attempts.values() if family is None else self.iter_related(family)
         return sum(attempt.count_members() for attempt in attempts)
 
-    def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> bool:
+    def apply_heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Applies a heartbeat received at ``now``. Returns False if a resync is needed, because it
         updates a process or a stream that is not known here.
 
@@ -234,7 +240,8 @@ class Fleet:
                     reports.last_seen_at = now
                 if attempt.last_seen_at != now:
                     attempt.mark_seen(now)
-        all_known, tenant = True, get_tenant(beat.agent)
+        all_known = True
+        tenant = get_tenant(beat.agent)
         for update in beat.processes:
             if (tenant, beat.host, update.key) in self._forgotten_processes:
                 continue
@@ -245,7 +252,8 @@ class Fleet:
                 all_known &= self._apply_full_update(agent, beat, update, now)
         self._apply_replies(agent, beat, now)
         for key in beat.gone:
-            if (gone := agent.processes.get((beat.host, key))) is not None:
+            gone = agent.processes.get((beat.host, key))
+            if gone is not None:
                 gone.finished_reporting = True
         self.foreign_groups.connect_members()
         if not beat.brief:
@@ -253,33 +261,26 @@ class Fleet:
                 process.attempt.update_suspects(process)
         return all_known
 
-    def _apply_replies(self, agent: ReportingAgent, beat: heartbeat.Heartbeat, now: float) -> None:
+    def _apply_replies(self, agent: ReportingAgent, beat: Heartbeat, now: float) -> None:
         """Applies the evidence that was requested."""
+        processes, host = agent.processes, beat.host
         for sample in beat.samples:
-            process = agent.processes.get((beat.host, sample.key))
+            process = processes.get((host, sample.key))
             if process is not None:
-                samples = (*process.samples, StackSample.from_reply(sample, now))
-                # What showed that its device holds a rank is kept beside newer samples, as of users.
-                examined = [
-                    taken for taken in samples[:-SAMPLES_KEPT_PER_PROCESS] if taken.is_examined
-                ]
-                kept = examined[-_EXAMINED_KEPT:]
-                process.samples = (*kept, *samples[-SAMPLES_KEPT_PER_PROCESS:])
+                process.add_sample(StackSample.from_reply(sample, now))
         for reply in beat.calls:
-            process = agent.processes.get((beat.host, reply.key))
+            process = processes.get((host, reply.key))
             stream = process.streams.get(reply.uid) if process is not None else None
             if process is not None and stream is not None:
                 stream.add_answer(CallWindow(reply.from_seq, reply.to_seq, max(1, reply.step)))
                 record_calls(process, stream, reply.calls)
                 process.refresh_streams()
         for hardware in beat.hardware:
-            process = agent.processes.get((beat.host, hardware.key))
+            process = processes.get((host, hardware.key))
             if process is not None:
-                process.attempt.hardware[beat.host] = HostHardware.from_reply(hardware, now)
+                process.attempt.hardware[host] = HostHardware.from_reply(hardware, now)
 
-    def find_process(
-        self, agent: str, host: str, update: heartbeat.ProcessUpdate
-    ) -> Process | None:
+    def find_process(self, agent: str, host: str, update: ProcessUpdate) -> Process | None:
         """The process that an update of a node agent is about: one that this agent reports, or that
         another one reports for the job that the update names.
         """
@@ -301,24 +302,26 @@ class Fleet:
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops an attempt but not its processes, see `drop_processes`."""
-        job, family = attempt.job, get_family(attempt.job)
+        job = attempt.job
+        family = get_family(job)
+        jobs = self._families.get(family, {})
         if self.attempts.pop(attempt.key, None) is not None:
-            del self._families[family][job][attempt.number]
-        if self.latest_attempt(job) is None:
-            jobs = self._families.get(family, {})
-            jobs.pop(job, None)
-            if not jobs:
-                self._families.pop(family, None)
-            self.former_attempts[job] = FormerAttempt(
-                number=attempt.number,
-                restart=attempt.restart,
-                last_seen_at=attempt.last_seen_at,
-                # Without any process, all have joined another world.
-                is_finished=attempt.is_finished or not attempt.processes,
-            )
-            if len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
-                for excess in take_turns(reversed(self.former_attempts))[FORMER_ATTEMPTS_KEPT:]:
-                    del self.former_attempts[excess]
+            del jobs[job][attempt.number]
+        if jobs.get(job):
+            return
+        jobs.pop(job, None)
+        if not jobs:
+            self._families.pop(family, None)
+        self.former_attempts[job] = FormerAttempt(
+            number=attempt.number,
+            restart=attempt.restart,
+            last_seen_at=attempt.last_seen_at,
+            # Without any process, all have joined another world.
+            is_finished=attempt.is_finished or not attempt.processes,
+        )
+        if len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
+            for excess in take_turns(reversed(self.former_attempts))[FORMER_ATTEMPTS_KEPT:]:
+                del self.former_attempts[excess]
 
     def drop_processes(self, attempt: Attempt, max_processes: int) -> bool:
         """Drops up to ``max_processes`` of a forgotten attempt's current processes, since dropping
@@ -328,7 +331,8 @@ class Fleet:
         full garbage collection.
         """
         for _ in range(min(max_processes, len(attempt.processes))):
-            self._drop_process(attempt.processes.popitem()[1])
+            _, process = attempt.processes.popitem()
+            self._drop_process(process)
         if attempt.processes:
             return True
         for former in [p for p in self.processes.values() if p.attempt is attempt]:
@@ -346,10 +350,11 @@ class Fleet:
             self._forgotten_processes[tenant, process.host, process.key] = None
         for stream in process.streams.values():
             disconnect_channel(stream)
-            if stream.group_state is not None:
-                stream.group_state.members.clear()
+            state = stream.group_state
+            if state is not None:
+                state.members.clear()
                 # Clearing all of them with the attempt, at the end, would take long.
-                stream.group_state.reference_hashes.clear()
+                state.reference_hashes.clear()
                 stream.group_state = None
         process.streams.clear()
 
@@ -360,11 +365,11 @@ class Fleet:
     def _apply_full_update(
         self,
         agent: ReportingAgent,
-        beat: heartbeat.Heartbeat,
-        update: heartbeat.ProcessUpdate,
+        beat: Heartbeat,
+        update: ProcessUpdate,
         now: float,
     ) -> bool:
-        location, identity = (beat.host, update.key), update.identity
+        identity = update.identity
         process = self.find_process(beat.agent, beat.host, update)
         if process is not None and is_owned_by_other(process, beat, now):
             self.foreign_reports += 1
@@ -372,10 +377,7 @@ class Fleet:
         if process is not None and identity is not None and self._has_moved(process, identity):
             # The process reported a rank before init_process_group assigned it another one, or joins
             # another world.
-            if process.holds_rank:
-                process.attempt.assign_rank(None, process.rank)
-                process.attempt.shrink_world()
-            self._unregister_process(process)
+            self._release_rank(process)
             process = None
         if process is None:
             if identity is None:
@@ -383,6 +385,7 @@ class Fleet:
             process = self._register_process(beat, update.key, identity, now)
         elif identity is not None and identity.job != process.identity.job:
             self._index_process(process, identity.job)
+        location = (beat.host, update.key)
         if agent.processes.get(location) is not process:
             self._leave_agent(process)
             self.agents.join_family(agent, get_family(process.identity.job))
@@ -393,19 +396,28 @@ class Fleet:
         return apply_process_update(process, update, now)
 
     def _leave_agent(self, process: Process) -> None:
-        if (agent := self.agents.get(process.agent)) is not None:
+        agent = self.agents.get(process.agent)
+        if agent is not None:
             agent.processes.pop((process.host, process.key), None)
 
     def _unregister_process(self, process: Process) -> None:
         self._leave_agent(process)
         self._index_process(process, None)
 
+    def _release_rank(self, process: Process) -> None:
+        """Drops a process whose rank or world was another one than it reports now."""
+        if process.holds_rank:
+            process.attempt.assign_rank(None, process.rank)
+            process.attempt.shrink_world()
+        self._unregister_process(process)
+
     def _index_process(self, process: Process, job: str | None) -> None:
         """Makes a process the one that its host reports for a job; None: for no job."""
-        former = (process.identity.job, process.host, process.key)
+        former_job = process.identity.job
+        former = (former_job, process.host, process.key)
         if self.processes.get(former) is process:
             del self.processes[former]
-            change_count(self.process_counts, get_family(process.identity.job), -1)
+            change_count(self.process_counts, get_family(former_job), -1)
         if job is not None:
             key = (job, process.host, process.key)
             if key not in self.processes:
@@ -414,26 +426,24 @@ class Fleet:
 
     def _register_process(
         self,
-        beat: heartbeat.Heartbeat,
+        beat: Heartbeat,
         key: str,
-        identity: heartbeat.ProcessIdentity,
+        identity: ProcessIdentity,
         now: float,
     ) -> Process:
         """Adds a new process to the latest attempt of its job, or to a new attempt."""
+        rank = identity.rank
         started_at = now - identity.started_s
         worlds = self.list_family(identity.job)
         job = choose_job_name(worlds, self.former_attempts, identity, now)
-        attempt = self.latest_attempt(job)
+        latest = attempt = self.latest_attempt(job)
         if job != identity.job:
             self._release_members(worlds, identity.master, job)
-        host = beat.host
-        holder = None if attempt is None else attempt.processes.get(identity.rank)
-        if (
-            attempt is None
-            or (holder is not None and is_owned_by_other(holder, beat, now))
-            or not accepts_process(attempt, host, identity, started_at)
-        ):
-            last, former = attempt or self.former_attempts.pop(job, None), attempt
+        holder = None if latest is None else latest.processes.get(rank)
+        if holder is not None and is_owned_by_other(holder, beat, now):
+            attempt = None
+        if attempt is None or not accepts_process(attempt, beat.host, identity, started_at):
+            last = latest or self.former_attempts.pop(job, None)
             attempt = Attempt(
                 job=job,
                 reported_job=identity.job,
@@ -445,23 +455,23 @@ class Fleet:
             self.attempts[attempt.key] = attempt
             family = self._families.setdefault(get_family(job), {})
             family.setdefault(job, {})[attempt.number] = attempt
-        else:
-            former = None
         process = Process(
             attempt=attempt,
             key=key,
-            host=host,
+            host=beat.host,
             identity=identity,
             started_at=started_at,
             reports=ReportTimes(last_seen_at=now),
         )
-        attempt.assign_rank(process, identity.rank)
+        attempt.assign_rank(process, rank)
+        former = None if latest is attempt else latest
         if former is not None and holder is not None and holder.is_alive:
-            former.twins[identity.rank], attempt.twins[identity.rank] = process, holder
+            former.twins[rank] = process
+            attempt.twins[rank] = holder
         self._index_process(process, identity.job)
         return process
 
-    def _has_moved(self, process: Process, identity: heartbeat.ProcessIdentity) -> bool:
+    def _has_moved(self, process: Process, identity: ProcessIdentity) -> bool:
         """Whether a process has another rank than before, or has joined another world of its job, or any
         world after it was only a member of a group without one.
         """
@@ -471,13 +481,14 @@ class Fleet:
             return False
         if is_group_address(process.identity.master):
             return True
-        others = [a for a in self.list_family(identity.job) if a is not process.attempt]
-        is_elsewhere = any(identity.master in other.addresses for other in others)
-        return is_elsewhere or not process.holds_rank
+        for other in self.list_family(identity.job):
+            if other is not process.attempt and identity.master in other.addresses:
+                return True
+        return not process.holds_rank
 
     def list_family(self, job: str) -> list[Attempt]:
         """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
-        latest: dict[str, Attempt] = {}
+        latest = {}
         for attempt in self.iter_related(get_family(job)):
             if job in (attempt.job, attempt.reported_job):
                 latest[attempt.job] = attempt
@@ -488,31 +499,26 @@ class Fleet:
         for attempt in worlds:
             if attempt.job == job or address not in attempt.addresses:
                 continue
-            for rank, process in list(attempt.processes.items()):
+            for process in list(attempt.processes.values()):
                 if process.identity.master == address:
-                    attempt.assign_rank(None, rank)
-                    self._unregister_process(process)
-            attempt.shrink_world()
+                    self._release_rank(process)
 
 
-def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
+def is_owned_by_other(process: Process, beat: Heartbeat, now: float) -> bool:
     """Whether the node agent of another owner reports the process, and has done so until now."""
-    return (
-        process.agent != beat.agent
-        and process.owner not in ("", get_owner(beat))
-        and process.is_alive
-        and now - process.reports.agent_seen_at <= OWNER_SILENT_S
-    )
+    if process.agent == beat.agent or process.owner in ("", get_owner(beat)):
+        return False
+    return process.is_alive and now - process.reports.agent_seen_at <= OWNER_SILENT_S
 
 
-def get_owner(beat: heartbeat.Heartbeat) -> str:
+def get_owner(beat: Heartbeat) -> str:
     return beat.owner or beat.agent
 
 
 def choose_job_name(
     attempts: Collection[Attempt],
     former_attempts: Mapping[str, FormerAttempt],
-    identity: heartbeat.ProcessIdentity,
+    identity: ProcessIdentity,
     now: float,
 ) -> str:
     """The job that a new process belongs to: the one that it names, or JOB/ADDRESS:PORT for a further
@@ -539,11 +545,10 @@ def choose_job_name(
         return further_name
     if all(address not in attempt.addresses for attempt in attempts):
         for attempt in attempts:
-            if not attempt.addresses or (
-                attempt.processes.get(identity.rank) is None
-                and attempt.world_size == identity.world_size
-                and not attempt.is_finished
-            ):
+            if not attempt.addresses:
+                return attempt.job
+            is_same_size = attempt.world_size == identity.world_size
+            if is_same_size and identity.rank not in attempt.processes and not attempt.is_finished:
                 return attempt.job  # The rank is late, or has another address by mistake.
     if all(attempt.is_finished for attempt in attempts):
         return job
@@ -562,19 +567,16 @@ def choose_job_name(
     return preferred.job
 
 
-def _is_held_by_other_world(attempt: Attempt, identity: heartbeat.ProcessIdentity) -> bool:
+def _is_held_by_other_world(attempt: Attempt, identity: ProcessIdentity) -> bool:
     """Whether the rank of a new process belongs to a running process with another rendezvous."""
     holder = attempt.processes.get(identity.rank)
-    return (
-        holder is not None
-        and holder.is_alive
-        and holder.lifecycle is Lifecycle.INITIALISED
-        and is_known_address(holder.identity.master)
-        and holder.identity.master != identity.master
-    )
+    if holder is None or not holder.is_alive or holder.lifecycle is not Lifecycle.INITIALISED:
+        return False
+    address = holder.identity.master
+    return is_known_address(address) and address != identity.master
 
 
-def _may_be_replaced(attempt: Attempt, identity: heartbeat.ProcessIdentity, now: float) -> bool:
+def _may_be_replaced(attempt: Attempt, identity: ProcessIdentity, now: float) -> bool:
     """Whether a process of another world may begin a later attempt, or the attempt has no world."""
     return (
         bool(attempt.ended_ranks)
@@ -586,7 +588,7 @@ def _may_be_replaced(attempt: Attempt, identity: heartbeat.ProcessIdentity, now:
 
 
 def accepts_process(
-    attempt: Attempt, host: str, identity: heartbeat.ProcessIdentity, started_at: float
+    attempt: Attempt, host: str, identity: ProcessIdentity, started_at: float
 ) -> bool:
     """Whether a new process belongs to the latest attempt of its job. If not, the job was restarted:
     by its launcher, after the attempt finished, or while the holder of the rank is another process.
@@ -605,7 +607,7 @@ def accepts_process(
 
 
 def choose_attempt_number(
-    last: Attempt | FormerAttempt | None, identity: heartbeat.ProcessIdentity, started_at: float
+    last: Attempt | FormerAttempt | None, identity: ProcessIdentity, started_at: float
 ) -> int:
     """The number for a new `Attempt` object of a process that the job's last attempt does not accept.
 
@@ -614,10 +616,8 @@ def choose_attempt_number(
     """
     if last is None:
         return identity.restart
-    continues_former = (
-        isinstance(last, FormerAttempt)
-        and not last.is_finished
-        and identity.restart == last.restart
-        and started_at <= last.last_seen_at
-    )
-    return last.number if continues_former else max(identity.restart, last.number + 1)
+    if isinstance(last, FormerAttempt) and not last.is_finished:
+        is_same = identity.restart == last.restart and started_at <= last.last_seen_at
+        if is_same:
+            return last.number
+    return max(identity.restart, last.number + 1)

@@ -7,20 +7,15 @@ its own number there; `ForeignGroups` puts these together.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.groups import (
-    DECLARED_BACKEND,
-    Group,
-    OutsideMember,
-    RankTuple,
-    unpack_ranks,
-)
-from hangwatch.protocol import heartbeat
+from hangwatch.model.groups import DECLARED_BACKEND, Group, OutsideMember, RankTuple, unpack_ranks
+from hangwatch.protocol.heartbeat import StreamIdentity
 
-from .call_stream import CallStream, GroupState
-from .process import ChannelKey, Process
+from .call_stream import CallStream
+from .process import Process
 from .tenants import get_tenant
 
 _FIRST_OUTSIDE = -2  # -1 means any rank
@@ -38,10 +33,11 @@ class _ForeignGroup:
 
     def find_member(self, number: int) -> Process | None:
         """The process behind a number: a live one, or the last that had it."""
-        claims = self.claims.get(number)
-        if not claims:
-            return None
-        return next((process for process in claims if process.is_alive), claims[-1])
+        member = None
+        for member in self.claims.get(number, ()):
+            if member.is_alive:
+                break
+        return member
 
 
 @dataclass(slots=True)
@@ -55,7 +51,7 @@ class ForeignGroups:
     _next_value: int = _FIRST_OUTSIDE
     _changed: dict[str, None] = field(default_factory=dict)  # identities, as an ordered set
 
-    def join_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
+    def join_group(self, process: Process, identity: StreamIdentity) -> Group:
         """Registers a member, and returns the group as it is known before `connect_members`."""
         numbers = unpack_ranks(identity.ranks)
         # Whoever may not report the other members cannot join their group either.
@@ -65,9 +61,8 @@ class ForeignGroups:
             key += f"/{process.attempt.job}"
         group = self._groups_by_identity.get(key)
         if group is None:
-            group = self._groups_by_identity[key] = _ForeignGroup(
-                key, RankTuple(range(len(numbers)))
-            )
+            group = _ForeignGroup(key, RankTuple(range(len(numbers))))
+            self._groups_by_identity[key] = group
         if 0 <= identity.number < len(numbers):
             claims = group.claims.setdefault(identity.number, [])
             if process not in claims:
@@ -93,30 +88,31 @@ class ForeignGroups:
 
     def leave_groups(self, process: Process) -> None:
         """Forgets a process that no longer holds its rank."""
-        keys = {s.group.foreign for s in process.streams.values()} & self._groups_by_identity.keys()
+        keys = self.mark_changed(process)
         if not keys:
             return
         for key in keys:
-            group = self._groups_by_identity[key]
-            for number, claims in list(group.claims.items()):
+            claims_by_number = self._groups_by_identity[key].claims
+            for number, claims in list(claims_by_number.items()):
                 if process in claims:
                     claims.remove(process)
                 if not claims:
-                    del group.claims[number]
-            self._changed[key] = None
+                    del claims_by_number[number]
         for value, member in list(self._members_by_value.items()):
             if member is process:
                 del self._members_by_value[value]
 
-    def mark_changed(self, process: Process) -> None:
-        """Marks the groups of a process to be connected again, because it has exited."""
-        for stream in process.streams.values():
-            if stream.group.foreign in self._groups_by_identity:
-                self._changed[stream.group.foreign] = None
+    def mark_changed(self, process: Process) -> Collection[str]:
+        """Marks the groups of a process to be connected again, and returns their identities."""
+        identities = [stream.group.foreign for stream in process.streams.values()]
+        known = dict.fromkeys(key for key in identities if key in self._groups_by_identity)
+        self._changed.update(known)
+        return known
 
     def connect_members(self) -> None:
         """Brings all groups up to date that have changed since the last time."""
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         for key in changed:
             group = self._groups_by_identity.get(key)
             if group is not None and group.claims:
@@ -135,38 +131,35 @@ class ForeignGroups:
         group.is_contested = any(
             sum(process.is_alive for process in claims) > 1 for claims in group.claims.values()
         )
-        parts = [
-            (number, process, stream)
-            for number, claims in group.claims.items()
-            for process in claims
-            for stream in process.streams.values()
-            if stream.group.foreign == group.identity
-        ]
         views: dict[tuple[object, ...], Group] = {}
-        states: dict[int, tuple[Process, GroupState]] = {}
-        for _, process, stream in parts:
-            view = self._make_view(group, process, stream.group)
-            view = views.setdefault((process.attempt.key, view.key, view.backend), view)
-            process.attempt.replace_group(process, stream, view)
-            number = stream.member_peer
-            if number is not None:
-                stream.peer = view.ranks[number] if number < len(view.ranks) else -1
-            if stream.group_state is not None:
-                states[id(stream.group_state)] = process, stream.group_state
-        if group.is_contested:
-            parts = []
-        current = [part for part in parts if part[1] is group.find_member(part[0])]
-        for process, state in states.values():
+        states = {}
+        current = []  # the streams of the processes behind the numbers, unless that is contested
+        channels = {}
+        for number, claims in group.claims.items():
+            member = None if group.is_contested else group.find_member(number)
+            for process in claims:
+                for stream in process.streams.values():
+                    if stream.group.foreign != group.identity:
+                        continue
+                    view = self._make_view(group, process, stream.group)
+                    view = views.setdefault((process.attempt.key, view.key, view.backend), view)
+                    process.attempt.replace_group(process, stream, view)
+                    peer = stream.member_peer
+                    if peer is not None:
+                        rank = view.ranks[peer] if peer < len(view.ranks) else -1
+                        _move_channel(process, stream, rank)
+                    if stream.group_state is not None:
+                        states[id(stream.group_state)] = (process.attempt, stream.group_state)
+                    if process is member:
+                        current.append((process, stream))
+                        if peer is not None:
+                            channels[stream.kind, number, peer, stream.tag] = stream
+        for attempt, state in states.values():
             state.outside = {}
-            for _, other, stream in current:
-                is_outside = other.attempt is not process.attempt and stream.peer is None
+            for process, stream in current:
+                is_outside = process.attempt is not attempt and stream.peer is None
                 if is_outside and stream.group.key == state.key:
-                    state.outside[self._get_outside_process(other)] = stream
-        channels = {
-            (stream.kind, number, stream.member_peer, stream.tag): stream
-            for number, _, stream in current
-            if stream.member_peer is not None
-        }
+                    state.outside[self._get_outside_process(process)] = stream
         for (kind, number, peer, tag), stream in channels.items():
             receiving = channels.get((StreamKind.RECV, peer, number, tag))
             if kind is StreamKind.SEND and receiving is not None:
@@ -174,7 +167,7 @@ class ForeignGroups:
 
     def _make_view(self, group: _ForeignGroup, process: Process, reported: Group) -> Group:
         """The group with the ranks of an attempt, or of one process alone if it is contested."""
-        ranks: list[int] = []
+        ranks = []
         for number in group.numbers:
             member = group.find_member(number)
             if group.is_contested:
@@ -202,20 +195,19 @@ class ForeignGroups:
         return outside
 
     def _get_outside(self, key: tuple[object, ...], label: str) -> OutsideMember:
-        outside = self._outside.get(key)
-        if outside is None:
+        if key not in self._outside:
             if len(self._outside) >= _MAX_OUTSIDE_KEPT:
                 self._outside.clear()
-            outside = self._outside[key] = OutsideMember.create(self._next_value, label)
+            self._outside[key] = OutsideMember.create(self._next_value, label)
             self._next_value -= 1
-        return outside
+        return self._outside[key]
 
 
 def connect_channel(process: Process, stream: CallStream) -> None:
     """Sets `CallStream.other_end` of a new stream, and of the peer's stream of the same channel."""
-    if stream.peer is None or not process.holds_rank:
+    if stream.peer is None:
         return
-    process.channels.setdefault(_get_channel_key(stream), []).append(stream)
+    _add_channel(process, stream)
     peer = process.attempt.processes.get(stream.peer)
     if peer is None:
         return
@@ -238,14 +230,23 @@ def forget_channel(process: Process, stream: CallStream) -> None:
     """Leaves a closed stream out of the search for other ends. The peer's keeps its end: until it is
     closed as well, its calls are compared with those that were made here.
     """
-    key = _get_channel_key(stream)
+    key = (stream.kind, stream.peer, stream.tag)
     others = [other for other in process.channels.pop(key, ()) if other is not stream]
     if others:
         process.channels[key] = others
 
 
-def _get_channel_key(stream: CallStream) -> ChannelKey:
-    return stream.kind, stream.peer, stream.tag
+def _move_channel(process: Process, stream: CallStream, peer: int) -> None:
+    """Gives a stream of a foreign group the rank of its peer, as far as it is known by now."""
+    if peer != stream.peer:
+        forget_channel(process, stream)
+        stream.peer = peer
+        _add_channel(process, stream)
+
+
+def _add_channel(process: Process, stream: CallStream) -> None:
+    key = (stream.kind, stream.peer, stream.tag)
+    process.channels.setdefault(key, []).append(stream)
 
 
 def disconnect_channel(stream: CallStream) -> None:

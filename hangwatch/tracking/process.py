@@ -23,7 +23,7 @@ from hangwatch.model.limits import (
     STOPPED_STATES,
 )
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import ProcessIdentity, StackReply
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
 from .call_stream import MAX_URGENT_SUSPECTS, CallStream, DivergenceBounds
@@ -36,12 +36,17 @@ ChannelKey = tuple[StreamKind, int | None, int | None]
 
 # A rank that is idle for this long may be in a call that is not recorded, if it misses some.
 _UNRECORDED_AFTER_S = 3.0
+# A call whose completion nothing reports is suspected after this time. Most jobs make another before.
+_UNCOUNTED_AFTER_S = 3.0
 
 # What is kept of one sample of a process. Node agents send at most so many frames of a thread, and real
 # processes have a tenth of the others.
 MAX_FRAMES_KEPT, MAX_THREADS_KEPT, MAX_SAMPLE_FRAMES = 500, 2000, 5000
 MAX_FUNCTION_CHARS, MAX_FILE_CHARS, MAX_ERROR_CHARS, MAX_IDS_KEPT = 256, 512, 2048, 1024
 _FRAME_BYTES = 160  # a frame takes as many besides its texts
+
+SAMPLES_KEPT_PER_PROCESS = 4
+_EXAMINED_KEPT = 2  # two show a hold
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
@@ -111,11 +116,10 @@ class MessageMark:
 
 def _limit_thread(thread: ThreadStack, max_frames: int) -> ThreadStack:
     """The thread with at most so many frames, the innermost ones, and texts of bounded length."""
-    frames = tuple(map(_limit_frame, thread.frames[:max_frames]))
     return replace(
         thread,
         thread=thread.thread[:MAX_FUNCTION_CHARS],
-        frames=frames,
+        frames=tuple(map(_limit_frame, thread.frames[:max_frames])),
         error=thread.error and thread.error[:MAX_FILE_CHARS],
         awaited_by=thread.awaited_by[:MAX_IDS_KEPT],
         called_uids=thread.called_uids[:MAX_IDS_KEPT],
@@ -123,19 +127,23 @@ def _limit_thread(thread: ThreadStack, max_frames: int) -> ThreadStack:
 
 
 def _limit_frame(frame: Frame) -> Frame:
-    texts = (frame.text, frame.handler, frame.polls)
-    is_long = len(frame.function) > MAX_FUNCTION_CHARS or len(frame.file) > MAX_FILE_CHARS
-    if not is_long and not any(text is not None and len(text) > MAX_FILE_CHARS for text in texts):
+    texts = (frame.file, frame.text or "", frame.handler or "", frame.polls or "")
+    is_short = max(map(len, texts)) <= MAX_FILE_CHARS
+    if is_short and len(frame.function) <= MAX_FUNCTION_CHARS:
         return frame
-    text, handler, polls = [text and text[:MAX_FILE_CHARS] for text in texts]
     return Frame(
         function=frame.function[:MAX_FUNCTION_CHARS],
         file=frame.file[-MAX_FILE_CHARS:],  # the end says what the file is
         line=frame.line,
-        text=text,
-        handler=handler,
-        polls=polls,
+        text=frame.text and frame.text[:MAX_FILE_CHARS],
+        handler=frame.handler and frame.handler[:MAX_FILE_CHARS],
+        polls=frame.polls and frame.polls[:MAX_FILE_CHARS],
     )
+
+
+def is_of_world(group: Group) -> bool:
+    """Whether torch made the group in a world, and destroys it with that world."""
+    return not (group.is_declared or group.foreign)
 
 
 def estimate_bytes(frames: Iterable[Frame]) -> int:
@@ -161,9 +169,9 @@ class StackSample:
     size_bytes: int = 0  # the approximate memory that it takes
 
     @classmethod
-    def from_reply(cls, reply: heartbeat.StackReply, now: float) -> StackSample:
+    def from_reply(cls, reply: StackReply, now: float) -> StackSample:
         """The sample in a heartbeat that was received at ``now``, without what exceeds the limits."""
-        threads: list[ThreadStack] = []
+        threads = []
         frame_count = 0
         for thread in reply.threads[:MAX_THREADS_KEPT]:
             max_frames = min(MAX_FRAMES_KEPT, MAX_SAMPLE_FRAMES - frame_count)
@@ -193,7 +201,10 @@ class StackSample:
 
     @property
     def gil_holder(self) -> ThreadStack | None:
-        return next((t for t in self.threads if t.holds_gil and t.pid is None), None)
+        for thread in self.threads:
+            if thread.holds_gil and thread.pid is None:
+                return thread
+        return None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -208,7 +219,7 @@ class Process:
     host: str
     agent: str = ""  # the node agent that reports it
     owner: str = ""  # see `Heartbeat.owner`; the agent if it has none
-    identity: heartbeat.ProcessIdentity
+    identity: ProcessIdentity
     started_at: float
     reports: ReportTimes
     activity: ProcessActivity = field(default_factory=ProcessActivity)
@@ -265,6 +276,11 @@ class Process:
         return self.opened_streams > self.added_streams
 
     @property
+    def inactive_s(self) -> float:
+        """For how long it had used no CPU, and waited for none, at its last update."""
+        return self.reports.updated_at - self.activity.last_active_at
+
+    @property
     def idle_since(self) -> float:
         """The time since which it has made no call and used no CPU, as far as was reported."""
         return max(self.activity.last_active_at, self.newest_call_at, self.reports.last_progress_at)
@@ -299,6 +315,15 @@ class Process:
         used = [s for s in self.streams.values() if s.entered]
         return max(used, key=lambda s: (s.entered_at, s.is_pending), default=None)
 
+    def add_sample(self, sample: StackSample) -> None:
+        """Adds a sample and drops old ones. What showed that its device holds the process is kept beside
+        newer samples, as of users.
+        """
+        samples = (*self.samples, sample)
+        older = samples[:-SAMPLES_KEPT_PER_PROCESS]
+        examined = [taken for taken in older if taken.is_examined]
+        self.samples = (*examined[-_EXAMINED_KEPT:], *samples[-SAMPLES_KEPT_PER_PROCESS:])
+
     def find_caller(
         self, sample: StackSample, group: Group | None, since: float
     ) -> ThreadStack | None:
@@ -322,11 +347,11 @@ class Process:
 
         A call that was entered later proves that the wait had ended by then.
         """
-        began, reported = self.last_blocked
-        later_calls = [
-            s.entered_at for s in self.streams.values() if s.entered_at > began + MIN_WAIT_S
-        ]
-        return began, min([reported, *later_calls])
+        began, ended = self.last_blocked
+        for stream in self.streams.values():
+            if stream.entered_at > began + MIN_WAIT_S:
+                ended = min(ended, stream.entered_at)
+        return began, ended
 
     def has_left(self, group: Group) -> bool:
         """Whether it will make no more calls on ``group``: it is exiting or has exited, or it
@@ -341,17 +366,12 @@ class Process:
             return True
         return newest.get(group.world_size, -1) >= group.generation
 
-    def has_destroyed(self, group: Group) -> bool:
-        """Whether it has destroyed the group, so that no call on it blocks the process any more."""
-        is_torch_group = not (group.is_declared or group.foreign)
-        return is_torch_group and self.lifecycle is Lifecycle.DESTROYED and self.has_left(group)
-
     def _find_newest_generations(self) -> dict[int, int]:
         """The newest generation of its worlds of each size."""
         newest: dict[int, int] = {}
         for stream in self.streams.values():
             group = stream.group
-            if not (group.is_declared or group.foreign):
+            if is_of_world(group):
                 generation = newest.get(group.world_size, group.generation)
                 newest[group.world_size] = max(generation, group.generation)
         return newest
@@ -360,7 +380,8 @@ class Process:
         """Updates what is derived from `streams`. The host may still be in the newest call, even if its
         device has completed all that was queued.
         """
-        newest_call_at, unfinished = 0.0, []
+        newest_call_at = 0.0
+        unfinished = []
         for stream in self.streams.values():
             if stream.entered_at > newest_call_at:
                 newest_call_at = stream.entered_at
@@ -372,25 +393,21 @@ class Process:
             # It is never known that some calls, such as gloo's reduce_scatter, are complete. But a group is
             # destroyed before its world is made again.
             newest = self._find_newest_generations()
-            unfinished = [
-                s
-                for s in unfinished
-                if s.group.is_declared
-                or s.group.foreign
-                or s.group.generation >= newest[s.group.world_size]
-            ]
+            current = []
+            for stream in unfinished:
+                group = stream.group
+                if not is_of_world(group) or group.generation >= newest[group.world_size]:
+                    current.append(stream)
+            unfinished = current
         self.unfinished_streams = tuple(unfinished)
         self.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 
     @property
     def is_unable(self) -> bool:
         """Whether, by the last report, it has left or may be frozen and so may enter no call."""
-        activity = self.activity
-        if (
-            self.exit is not None
-            or self.lifecycle >= Lifecycle.DESTROYED
-            or activity.state in NOT_RUNNING_STATES
-        ):
+        if self.exit is not None or self.lifecycle >= Lifecycle.DESTROYED:
+            return True
+        if self.activity.state in NOT_RUNNING_STATES:
             return True
         return self.lacks_pulse(self.reports.last_seen_at)
 
@@ -411,26 +428,25 @@ class Process:
         its threads use one group.
         """
         last_seen_at = self.reports.last_seen_at
-        for s in self.unfinished_streams:
+        for stream in self.unfinished_streams:
+            is_counted = stream.completed is not None
+            waited_s = last_seen_at - stream.entered_at if stream.entered else 0.0
             # Node agents report an unfinished call's arguments only after `MIN_WAIT_S`.
-            has_waited = s.entered in s.calls or (
-                s.entered and last_seen_at - s.entered_at >= MIN_WAIT_S
-            )
-            if has_waited and (
-                s.completed is not None
-                or s.group_state is None
-                or s.group_state.has_member_behind(s)
-            ):
-                return True
-            if s.is_device_still or s.is_uncounted_and_old(last_seen_at):
+            if waited_s >= MIN_WAIT_S or stream.entered in stream.calls:
+                state = stream.group_state
+                if is_counted or state is None or state.has_member_behind(stream):
+                    return True
+            device = stream.device
+            if device is None:  # perhaps nothing reports the completion of the call
+                is_late = not is_counted and waited_s >= _UNCOUNTED_AFTER_S
+            else:
+                still_s = device.read_at - stream.device_changed_at
+                is_late = device.is_behind_host and still_s >= MIN_WAIT_S
+            if is_late:
                 return True
         if self.misses_streams and last_seen_at - self.idle_since >= _UNRECORDED_AFTER_S:
             return True  # The process may be in a call that is not recorded.
         return self.has_concurrent_calls
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.rank in self.attempt.suspects
 
     @property
     def has_mutual_wait(self) -> bool:
@@ -455,7 +471,7 @@ class Process:
         suspects, diverged_groups = attempt.suspects, attempt.diverged_groups
         if not suspects and not diverged_groups:
             return False
-        if self.is_suspect:
+        if self.rank in suspects:
             is_stopped = self.activity.state in STOPPED_STATES
             if is_stopped or len(suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
                 return True
@@ -469,8 +485,9 @@ class Process:
     @property
     def needs_wait_sample(self) -> bool:
         """Whether a mutual wait that it seems to be in lacks a stack sample since its last call."""
-        idle_s = self.reports.updated_at - self.activity.last_active_at
-        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
+        if self.rank not in self.attempt.suspects or self.inactive_s < IDLE_AFTER_S:
+            return False
+        if not self.has_mutual_wait:
             return False
         last_advanced_at = self.last_advanced_at
         return all(sample.taken_at < last_advanced_at for sample in self.samples)

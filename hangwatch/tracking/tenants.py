@@ -11,7 +11,7 @@ Quotas count per family of jobs (`get_family`), whichever credential reports the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -32,11 +32,11 @@ def get_tenant(agent: str) -> str:
     return agent.rpartition(_SEPARATOR)[0]
 
 
-def change_count(counts: Counter[str], family: str, change: int) -> None:
-    """Changes the count of a family, and keeps none of 0."""
-    counts[family] += change
-    if not counts[family]:
-        del counts[family]
+def change_count(counts: Counter[T], key: T, change: int) -> None:
+    """Changes one of the counts, and keeps none of 0."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
 
 
 def take_turns(items: Iterable[T], get_job: Callable[[T], str] = str) -> list[T]:
@@ -44,9 +44,9 @@ def take_turns(items: Iterable[T], get_job: Callable[[T], str] = str) -> list[T]
     If only the first ones are kept, no family displaces another that has fewer.
     """
     taken: Counter[str] = Counter()
-    turns: list[tuple[int, T]] = []
+    turns = defaultdict(list)  # the keys ascend: each turn begins after the one before
     for item in items:
         family = get_family(get_job(item))
-        turns.append((taken[family], item))
+        turns[taken[family]].append(item)
         taken[family] += 1
-    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+    return [item for turn in turns.values() for item in turn]

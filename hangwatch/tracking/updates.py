@@ -13,8 +13,7 @@ from hangwatch.model.calls import Call, Loss, LossReason
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import DeviceProgress
-from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import DeviceStatus
+from hangwatch.protocol.heartbeat import DeviceStatus, ProcessUpdate, StreamIdentity, StreamUpdate
 
 from .call_stream import (
     CALLS_KEPT,
@@ -29,7 +28,7 @@ from .process import MessageMark, Phase, Process
 MAX_NAME_CHARS, MAX_TEXT_CHARS = 256, 4096
 
 
-def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
+def apply_process_update(process: Process, update: ProcessUpdate, now: float) -> bool:
     """Applies a full update; False if it mentions a stream that is unknown."""
     attempt = process.attempt
     if update.identity is not None:
@@ -54,7 +53,8 @@ def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now:
     activity = process.activity
     activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
     if activity.state != update.state:
-        activity.state, activity.state_since = update.state, now
+        activity.state = update.state
+        activity.state_since = now
     activity.last_active_at = now - update.idle_s
     activity.cpu_s = update.cpu_s
     if update.pulse_s is not None and update.pulse_s < MIN_WAIT_S:
@@ -84,7 +84,7 @@ def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now:
     return all_known
 
 
-def apply_terse_update(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
+def apply_terse_update(process: Process, update: ProcessUpdate, now: float) -> bool:
     """Applies the stream updates of a brief heartbeat; False if a stream is unknown.
 
     The process makes progress: in streams that are not mentioned it may be further than is known.
@@ -101,31 +101,31 @@ def _refresh_streams(process: Process) -> None:
     process.attempt.record_call_time(process.newest_call_at, reported_before)
 
 
-def _apply_streams(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
-    attempt = process.attempt
-    losses = {
-        uid: Loss(from_seq, LossReason.from_number(reason))
-        for uid, from_seq, reason in update.losses
-    }
-    for uid in losses.keys() & process.streams.keys():
-        attempt.record_loss(process, process.streams[uid], losses[uid])
+def _apply_streams(process: Process, update: ProcessUpdate, now: float) -> bool:
+    attempt, streams = process.attempt, process.streams
+    losses = {}
+    for uid, from_seq, reason in update.losses:
+        losses[uid] = Loss(from_seq, LossReason.from_number(reason))
+        if uid in streams:
+            attempt.record_loss(process, streams[uid], losses[uid])
     for uid, from_seq in update.retractions:
-        if uid in process.streams:
-            attempt.retract_calls(process.streams[uid], from_seq)
+        if uid in streams:
+            attempt.retract_calls(streams[uid], from_seq)
     all_known = True
     for stream_update in update.streams:
         all_known &= _apply_stream_update(process, stream_update, losses, now)
     return all_known
 
 
-def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+def _apply_ending(process: Process, update: ProcessUpdate, now: float) -> None:
     """Records the exceptions and the exit. The first report of what ended it is kept."""
     process.handling = limit_texts(update.handling, MAX_TEXT_CHARS)
     if update.raised is not None and process.exception is None:
         process.exception = limit_texts(update.raised, MAX_TEXT_CHARS)
         process.exception_at = now - update.raised_s
     if update.ended is not None and process.exit is None:
-        process.exit, process.exited_at = update.ended, now - update.ended_s
+        process.exit = update.ended
+        process.exited_at = now - update.ended_s
         process.attempt.foreign_groups.mark_changed(process)
     if update.flight_file is not None:
         process.flight_file = limit_texts(update.flight_file, MAX_TEXT_CHARS)
@@ -133,7 +133,7 @@ def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float)
 
 def _apply_stream_update(
     process: Process,
-    update: heartbeat.StreamUpdate,
+    update: StreamUpdate,
     losses: Mapping[int, Loss],
     now: float,
 ) -> bool:
@@ -163,13 +163,10 @@ def _apply_stream_update(
     entered_at = now - entered_s
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     peer = stream.peer
-    if (
-        peer is not None
-        and entered > stream.entered
-        and peer in attempt.suspects
-        and stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
-    ):
-        stream.last_growth = stream.entered, now
+    if peer is not None and entered > stream.entered and peer in attempt.suspects:
+        _, grown_at = stream.last_growth
+        if grown_at <= attempt.processes[peer].reports.last_seen_at:
+            stream.last_growth = stream.entered, now
     stream.entered = entered
     # The two numbers are usually equal: as one object they take half the memory.
     stream.completed = entered if completed == entered else completed
@@ -204,13 +201,15 @@ def _apply_stream_update(
 
 
 def _open_stream(
-    process: Process, uid: int, identity: heartbeat.StreamIdentity, loss: Loss | None
+    process: Process, uid: int, identity: StreamIdentity, loss: Loss | None
 ) -> CallStream:
     group = process.attempt.join_group(process, identity)
-    peer, member_peer = identity.peer, None
+    peer = identity.peer
+    member_peer = None
     if identity.foreign and peer is not None and peer >= 0:
         # `ForeignGroups.connect_members` finds the peer's rank.
-        peer, member_peer = -1, peer
+        member_peer = peer
+        peer = -1
     stream = CallStream(
         uid=uid,
         kind=identity.kind,
@@ -287,10 +286,12 @@ def _apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], n
         )
         if stream.is_executed:
             stream.uncounted_calls = stream.entered - device.enqueued
+        has_new_work = was_idle and device.is_behind_host
         if (
             former is None
-            or (was_idle and device.is_behind_host)
-            or (former.started, former.completed) != (device.started, device.completed)
+            or has_new_work
+            or former.started != device.started
+            or former.completed != device.completed
         ):
             stream.device_changed_at = device.read_at
     read_at = process.device_read_at
@@ -308,9 +309,9 @@ def _update_message_mark(process: Process, read_at: float) -> None:
     mark = process.message_mark
     if not message_at or (mark is not None and mark.enqueued and message_at <= mark.message_at):
         return
-    enqueued = {
-        stream.uid: stream.device.enqueued
-        for stream in process.streams.values()
-        if stream.device is not None and read_at >= message_at
-    }
+    enqueued = {}
+    if read_at >= message_at:
+        for uid, stream in process.streams.items():
+            if stream.device is not None:
+                enqueued[uid] = stream.device.enqueued
     process.message_mark = MessageMark(message_at, enqueued)

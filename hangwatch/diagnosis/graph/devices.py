@@ -10,15 +10,18 @@ that it has not completed, in the order in which its host queued the calls.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
+from hangwatch.model.groups import GroupKey
 from hangwatch.model.limits import READING_DELAY_S
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.verdicts import CallClass, DeviceProgress, Wait
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, StreamsByRank
 from hangwatch.tracking.process import Process
 
 from ..call_classes import list_equal_callers
@@ -26,14 +29,16 @@ from .edges import WaitEdge, WaiterIndex, can_communicate, get_op_name
 
 _MAX_DISTINCT_COUNTS = 2
 
+ProgressByRank = Mapping[int, DeviceProgress]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceGroup:
     """The collectives of one process group. ``members`` are those whose counters are known."""
 
     ranks: tuple[int, ...]
-    members: Mapping[int, DeviceProgress]
-    streams: Mapping[int, CallStream] = field(default_factory=dict)  # of all members that report
+    members: ProgressByRank
+    streams: StreamsByRank = field(default_factory=dict)  # of all members that report
 
     @property
     def records_starts(self) -> bool:
@@ -62,10 +67,8 @@ class DeviceGroup:
     @cached_property
     def least_uncounted(self) -> int:
         """The least number of calls of a member that the backend does not count."""
-        return min(
-            _count_uncounted_calls(self.streams[rank], progress)
-            for rank, progress in self.members.items()
-        )
+        streams = self.streams
+        return min(_count_uncounted_calls(streams[r], p) for r, p in self.members.items())
 
     def get_op(self, rank: int) -> str:
         return get_op_name(self.streams[rank], self.get_seq(rank))
@@ -130,35 +133,39 @@ class DeviceGraph:
         self._processes = processes
         self.waits = [wait for group in groups for wait in self._find_waits(group)]
         self._index = WaiterIndex([(wait.waiters, wait.awaited) for wait in self.waits])
-        waiters: set[int] = set().union(*(wait.waiters for wait in self.waits))
-        ends = set().union(*(wait.awaited for wait in self.waits)) - waiters
+        waiters: set[int] = set()
+        ends: set[int] = set()
+        for wait in self.waits:
+            waiters |= wait.waiters
+            ends |= wait.awaited
+        ends -= waiters
         for rank in sorted(ends):
             self._classify_end(rank, waiters)
         if not ends:
             self.cycle = self._find_cycle(waiters)
-        for group in groups if not self.waits else ():
+        if self.waits:
+            return
+        for group in groups:
             # Whether all members are in one call, or before it without a known difference.
             counts = {progress.completed for progress in group.members.values()}
             is_one_call = len(counts) == 1 and not group.has_unknown_members
             if is_one_call and all(self._is_inside(group, rank) for rank in group.members):
                 self.stalled_groups.append(group)
 
-    def _find_waits(self, group: DeviceGroup) -> list[DeviceWait]:
-        waiters_by_call: dict[int, set[int]] = {}
+    def _find_waits(self, group: DeviceGroup) -> Iterator[DeviceWait]:
+        waiters_by_call = defaultdict(set)
         for rank, progress in group.members.items():
             if self._is_inside(group, rank):
-                waiters_by_call.setdefault(progress.completed + 1, set()).add(rank)
-        waits: list[DeviceWait] = []
+                waiters_by_call[progress.completed + 1].add(rank)
         for call, waiters in waiters_by_call.items():
             awaited = {rank for rank in group.members if not self._may_have_come(group, rank, call)}
             if awaited:
-                waits.append(DeviceWait(group, call, waiters, awaited))
-        return waits
+                yield DeviceWait(group, call, waiters, awaited)
 
     def _find_cycle(self, waiters: set[int]) -> set[int]:
         """The ``waiters`` that remain after all those for which no remaining one waits are left out."""
         while True:
-            awaited: set[int] = set()
+            awaited = set()
             for wait in self.waits:
                 if not waiters.isdisjoint(wait.waiters):
                     awaited |= wait.awaited
@@ -170,8 +177,10 @@ class DeviceGraph:
         """Whether a rank's device is in a collective of the group, as far as is known."""
         return self._may_have_come(group, rank, group.members[rank].completed + 1)
 
-    def _is_front(self, group: DeviceGroup, rank: int) -> bool:
-        return group in self.fronts.get(rank, ())[:1]
+    def _get_front(self, rank: int) -> DeviceGroup | None:
+        """The group of the first call that a rank's device has not completed."""
+        fronts = self.fronts.get(rank)
+        return fronts[0] if fronts else None
 
     def _may_have_come(self, group: DeviceGroup, rank: int, call: int) -> bool:
         """Whether a rank's device has begun the call, or may have."""
@@ -182,7 +191,7 @@ class DeviceGraph:
             return False
         if progress.started is not None:
             return progress.started >= call
-        return progress.completed == call - 1 and self._is_front(group, rank)
+        return progress.completed == call - 1 and self._get_front(rank) is group
 
     def _classify_end(self, rank: int, waiters: set[int]) -> None:
         front = self.fronts.get(rank, ())
@@ -198,17 +207,14 @@ class DeviceGraph:
             self.culprits.add(rank)
         elif group.has_unknown_members:
             self.uncertain_ends.add(rank)
-        elif progress.started is not None:
-            if group not in self.stalled_groups:
-                self.stalled_groups.append(group)
-        else:
+        elif progress.started is None:
             # Which of the members before or in the same call is stuck is unknown.
-            equals = {
-                other
-                for other, its_progress in group.members.items()
-                if its_progress.completed == progress.completed and self._is_front(group, other)
-            }
-            self.culprits |= equals - waiters
+            for other, its_progress in group.members.items():
+                is_equal = its_progress.completed == progress.completed
+                if is_equal and other not in waiters and self._get_front(other) is group:
+                    self.culprits.add(other)
+        elif group not in self.stalled_groups:
+            self.stalled_groups.append(group)
 
     def find_waiters_of(self, targets: Iterable[int]) -> set[int]:
         """The ranks whose devices wait for those of ``targets``, directly or through others."""
@@ -228,7 +234,7 @@ class DeviceGraph:
 
     def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
         """The longest wait of a device for a host of the ``culprits`` that has not made the call."""
-        waits: list[tuple[float, int, int, DeviceGroup]] = []
+        waits = []
         for wait in self.waits:
             group = wait.group
             awaited = wait.awaited.intersection(culprits)
@@ -258,11 +264,12 @@ class DeviceGraph:
         device does, and hosts report more often than counters are read.
         """
         ranks = list(ranks)
+        processes = [self._processes[rank] for rank in ranks]
         since = self.get_unchanged_since(ranks)
-        newest_call_at = max(self._processes[rank].newest_call_at for rank in ranks)
+        newest_call_at = max(process.newest_call_at for process in processes)
         if newest_call_at > since:
             return self.get_unchanged_s(ranks)
-        known_until = min(get_still_until(self._processes[rank]) for rank in ranks)
+        known_until = min(map(get_still_until, processes))
         # The first reading after the last call shows when the device was seen, not when it changed.
         if since <= newest_call_at + READING_DELAY_S:
             since = newest_call_at
@@ -276,24 +283,25 @@ class DeviceGraph:
         """Whether a rank's device may be in a send or a receive, whose peer is unknown here. Hosts run
         ahead of their devices: only a completed collective that was queued later shows that it is not.
         """
-        fronts = self.fronts.get(rank)
-        if fronts and fronts[0].members[rank].completed < fronts[0].furthest:
-            spec = OPERATIONS.get(fronts[0].get_op(rank))
+        front = self._get_front(rank)
+        if front is not None and front.members[rank].completed < front.furthest:
+            spec = OPERATIONS.get(front.get_op(rank))
             if spec is not None and spec.is_mutual_wait:
                 return False  # the call that others have completed and its device has not
         process = self._processes[rank]
-        messages = [s for s in process.streams.values() if s.peer is not None and s.entered]
+        streams = process.streams.values()
+        messages = [stream for stream in streams if stream.peer is not None and stream.entered]
         if any(stream.is_pending for stream in messages):
             return True
         if all(stream.completed is not None for stream in messages):
             return False
-        mark = process.message_mark
-        queued = {} if mark is None else mark.enqueued
-        return not any(
-            stream.device is not None and stream.device.completed > queued[stream.uid]
-            for stream in process.streams.values()
-            if stream.uid in queued
-        )
+        if process.message_mark is not None:
+            for uid, queued_count in process.message_mark.enqueued.items():
+                stream = process.streams.get(uid)
+                device = None if stream is None else stream.device
+                if device is not None and device.completed > queued_count:
+                    return False
+        return True
 
     def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
         return [self._processes[rank] for rank in ranks if rank in self._processes]
@@ -315,22 +323,16 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
     where their devices were.
     """
     processes = attempt.processes
-    groups: list[DeviceGroup] = []
-    fronts: dict[int, list[DeviceGroup]] = {}
+    groups = []
+    fronts = defaultdict(list)
     left_ranks = {rank for rank in attempt.unable_ranks if not can_communicate(processes[rank])}
+    left_ranks.difference_update(ended)
     for key in attempt.device_groups:
         group_streams = attempt.streams_by_group.get(key, {})
         members = {r: s.device for r, s in group_streams.items() if s.device is not None}
-        for rank in left_ranks.difference(ended).intersection(members):
+        for rank in left_ranks.intersection(members):
             members[rank] = replace(members[rank], completed=members[rank].enqueued)
-        # The counters may include sends and receives, which members make differently. Where completion of
-        # messages is known, as in dumps, the counters were taken without them.
-        counts_messages = key in attempt.message_groups and any(
-            stream.peer is not None and stream.completed is None and stream.group.key == key
-            for rank in members
-            for stream in processes[rank].streams.values()
-        )
-        if not members or counts_messages:
+        if not members or _counts_messages(attempt, key, members):
             continue
         group = DeviceGroup(
             ranks=next(iter(group_streams.values())).group.ranks,
@@ -340,15 +342,27 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
         groups.append(group)
         for rank, progress in group.members.items():
             if progress.is_behind_host:
-                fronts.setdefault(rank, []).append(group)
+                fronts[rank].append(group)
     for rank, behind in fronts.items():
         behind.sort(key=lambda group: group.get_queue_key(rank))
     return DeviceGraph(groups, fronts, processes)
 
 
-def _level_stale_counters(
-    members: Mapping[int, DeviceProgress], streams: Mapping[int, CallStream]
-) -> Mapping[int, DeviceProgress]:
+def _counts_messages(attempt: Attempt, key: GroupKey, members: Iterable[int]) -> bool:
+    """Whether the counters may include sends and receives, which members make differently. Where completion
+    of messages is known, as in dumps, the counters were taken without them.
+    """
+    if key not in attempt.message_groups:
+        return False
+    for rank in members:
+        for stream in attempt.processes[rank].streams.values():
+            is_uncounted = stream.peer is not None and stream.completed is None
+            if is_uncounted and stream.group.key == key:
+                return True
+    return False
+
+
+def _level_stale_counters(members: ProgressByRank, streams: StreamsByRank) -> ProgressByRank:
     """The members' counters, or the highest for all where they contradict each other.
 
     A call completes only after all devices have begun it, so that running devices are at most one
@@ -363,7 +377,7 @@ def _level_stale_counters(
     are_stale = are_most_behind or len(set(completed)) > _MAX_DISTINCT_COUNTS
     if highest - min(completed) > 1:
         # Readings that are far apart show different times.
-        behind_changed_at = furthest_changed_at = float("-inf")
+        behind_changed_at = furthest_changed_at = -inf
         for rank, progress in members.items():
             changed_at = streams[rank].device_changed_at
             if progress.completed < highest:
@@ -395,6 +409,5 @@ def _count_uncounted_calls(stream: CallStream, progress: DeviceProgress) -> int:
     that it has made since the counters were read, or is in, are not meant.
     """
     uncounted = stream.entered - progress.enqueued
-    if stream.uncounted_calls is None:
-        return uncounted
-    return min(uncounted, stream.uncounted_calls)
+    maximum = stream.uncounted_calls
+    return uncounted if maximum is None else min(uncounted, maximum)

@@ -5,13 +5,13 @@ and never by times.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nextafter
 
 from hangwatch.model.calls import ANY_SOURCE, Call, StreamKind, decode_invalid_peer
-from hangwatch.model.groups import Group, GroupKey, unpack_ranks
+from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
@@ -21,6 +21,10 @@ from hangwatch.tracking.process import Process
 
 _FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
 _RANKS_PREFIX = "ranks="  # the start of the detail of a call that creates a group
+
+# The awaited ranks, each with the number of the call that it has not entered.
+AwaitedCalls = Mapping[int, int]
+ConcernedRanks = tuple[int, ...] | None  # the members that a call concerns; None: all of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +55,14 @@ class WaitEdge:
 # Each rank has one, and a frozen dataclass takes three times as long to make.
 @dataclass(slots=True, eq=False)
 class BlockedCall:
-    """A rank waits in its newest call of ``stream`` for the ranks of ``awaited``, each with the
-    number of the call that it has not entered. Ranks that wait for the same ranks share one mapping.
+    """A rank waits in its newest call of ``stream`` for the ranks of ``awaited``. Ranks that wait for
+    the same ranks share one mapping.
     """
 
     rank: int
     stream: CallStream
     began_at: float
-    awaited: Mapping[int, int]
+    awaited: AwaitedCalls
 
     @property
     def any_suffices(self) -> bool:
@@ -87,7 +91,8 @@ class WaiterIndex:
     def find_waiters_of(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, see `WaitGraph`."""
         target_ranks = set(targets)
-        seen, to_search = set(target_ranks), list(target_ranks)
+        seen = set(target_ranks)
+        to_search = list(target_ranks)
         searched_groups: set[int] = set()
         while to_search:
             for index in self.groups_by_awaited.get(to_search.pop(), ()):
@@ -104,7 +109,7 @@ class WaiterIndex:
 
 def group_by_awaited(waits: Iterable[Collection[BlockedCall]]) -> list[list[BlockedCall]]:
     """The blocked calls in groups that wait for the same ranks: these share one mapping."""
-    groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
+    groups = defaultdict(list)
     for blocked_calls in waits:
         for blocked in blocked_calls:
             groups[id(blocked.awaited)].append(blocked)
@@ -114,14 +119,19 @@ def group_by_awaited(waits: Iterable[Collection[BlockedCall]]) -> list[list[Bloc
 def get_op_name(stream: CallStream, seq: int | None = None) -> str:
     """The operation of call ``seq``, or of the newest call."""
     call = stream.calls.get(stream.entered if seq is None else seq)
-    return call.signature.op if call is not None else stream.op or "a collective"
+    if call is not None:
+        return call.signature.op
+    return stream.op or "a collective"
 
 
 def has_entered(stream: CallStream, rank: int, seq: int) -> bool:
     """Whether a member of the stream's group is known to have entered call ``seq`` of a collective."""
-    state = stream.group_state
-    member = None if state is None else state.all_members.get(rank)
-    return member is not None and stream.loss is member.loss is None and member.entered >= seq
+    if stream.group_state is None:
+        return False
+    member = stream.group_state.all_members.get(rank)
+    if member is None or stream.loss is not None or member.loss is not None:
+        return False
+    return member.entered >= seq
 
 
 def can_communicate(process: Process) -> bool:
@@ -133,9 +143,8 @@ def is_not_initialized(process: Process | None) -> bool:
     """Whether a rank has not reached init_process_group, or not since it destroyed its groups."""
     if process is None:
         return True
-    has_no_groups = (
-        process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED
-    )
+    lifecycle = process.lifecycle
+    has_no_groups = lifecycle <= Lifecycle.STARTING or lifecycle is Lifecycle.DESTROYED
     return process.is_alive and has_no_groups
 
 
@@ -143,13 +152,15 @@ def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
     """Whether the members of a group that report show that the others exist: all took part in a
     collective, or had to connect before any of them could continue.
     """
-    return has_completed_calls(group_state) or any(
-        _FULL_MESH_BACKEND in stream.group.backend
-        and stream.kind is StreamKind.COLLECTIVE
-        and attempt.processes[member].lifecycle is Lifecycle.INITIALISED
-        and not stream.group.foreign
-        for member, stream in group_state.members.items()
-    )
+    if has_completed_calls(group_state):
+        return True
+    for member, stream in group_state.members.items():
+        if stream.group.foreign or stream.kind is not StreamKind.COLLECTIVE:
+            continue
+        is_initialised = attempt.processes[member].lifecycle is Lifecycle.INITIALISED
+        if is_initialised and _FULL_MESH_BACKEND in stream.group.backend:
+            return True
+    return False
 
 
 def has_completed_calls(group_state: GroupState) -> bool:
@@ -180,15 +191,17 @@ def has_receives_from_any(process: Process, channel: CallStream) -> bool:
     )
 
 
-def get_new_group_ranks(stream: CallStream) -> tuple[int, ...] | None:
+def get_new_group_ranks(stream: CallStream) -> ConcernedRanks:
     """The members of the group that the newest call of a set-up stream creates, if the call records them:
     new_group blocks only its members. None for other streams.
     """
-    call = stream.calls.get(stream.entered) if stream.kind is StreamKind.SETUP else None
+    if stream.kind is not StreamKind.SETUP:
+        return None
+    call = stream.calls.get(stream.entered)
     return None if call is None else read_new_group_ranks(call)
 
 
-def read_new_group_ranks(call: Call) -> tuple[int, ...] | None:
+def read_new_group_ranks(call: Call) -> ConcernedRanks:
     """The members of the group that a set-up call creates, if it records them."""
     detail = call.signature.detail
     if detail is None or not detail.startswith(_RANKS_PREFIX):
@@ -218,19 +231,14 @@ class WaitResolver:
         self.unable_to_call |= self.unable_to_finish
         self._attempt = attempt
         self._silent_ranks = silent_ranks
-        self._channels_by_rank: dict[
-            int, dict[tuple[StreamKind, int | None, GroupKey], list[CallStream]]
-        ] = {}
         # The lowest count of calls, and the members with it, by group.
-        self._last_members: dict[int, tuple[int, Mapping[int, int]]] = {}
-        # The key has the group, the members concerned if not all are, the call, whether the wait is
-        # certain, and whether the stream is counted. The state identifies the group, since the group's
-        # own key is as long as its list of members.
-        self._awaited_cache: dict[
-            tuple[int, tuple[int, ...] | None, int, bool, bool], Mapping[int, int]
-        ] = {}
+        self._last_members: dict[int, tuple[int, AwaitedCalls]] = {}
+        # The key has the group, the members concerned, the call, whether the wait is certain, and
+        # whether the stream is counted. The state identifies the group, since the group's own key is
+        # as long as its list of members.
+        self._awaited_cache: dict[tuple[int, ConcernedRanks, int, bool, bool], AwaitedCalls] = {}
 
-    def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> Mapping[int, int]:
+    def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> AwaitedCalls:
         """The ranks without which a stream cannot continue, each with the number of its first call
         that the rank has not entered.
 
@@ -245,7 +253,7 @@ class WaitResolver:
             return self._find_awaited_peers(rank, stream)
         state = stream.group_state
         if stream.kind is StreamKind.COLLECTIVE and state is not None and not certain:
-            is_known = len(state.members) == len(state.key[2]) and not state.has_losses
+            is_known = len(state.members) == state.size and not state.has_losses
             if is_known and not self._silent_ranks and not self.unable_to_finish:
                 # Only the members that are furthest behind matter. In a large group each host may have
                 # reported another position.
@@ -255,19 +263,20 @@ class WaitResolver:
                     last = [r for r, member in state.members.items() if member.entered == lowest]
                     last_members = lowest, dict.fromkeys(last, lowest + 1)
                     self._last_members[id(state)] = last_members
-                return last_members[1] if stream.entered > last_members[0] else {}
+                lowest, awaited = last_members
+                return awaited if stream.entered > lowest else {}
         concerned = get_new_group_ranks(stream)
         is_counted = stream.loss is None
         key = (id(state), concerned, stream.entered, certain, is_counted)
-        awaited = self._awaited_cache.get(key)
-        if awaited is None:
-            awaited = self._find_awaited_members(stream, concerned, certain)
-            self._awaited_cache[key] = awaited
-        if stream.group.foreign and rank in awaited:  # two members are threads of one process
-            return {member: seq for member, seq in awaited.items() if member != rank}
-        return awaited
+        cached = self._awaited_cache.get(key)
+        if cached is None:
+            cached = self._find_awaited_members(stream, concerned, certain)
+            self._awaited_cache[key] = cached
+        if stream.group.foreign and rank in cached:  # two members are threads of one process
+            return {member: seq for member, seq in cached.items() if member != rank}
+        return cached
 
-    def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+    def _find_awaited_peers(self, rank: int, stream: CallStream) -> AwaitedCalls:
         """The other ends of a send or a receive."""
         uncounted = self.find_uncounted_ranks(rank, stream)
         if uncounted:
@@ -306,30 +315,36 @@ class WaitResolver:
         """How many messages of one sender the receives from any source of a rank took, at least, and may
         have taken or take, at most: those that took no message of another sender.
         """
-        most, least = self._count_messages(receiver, StreamKind.RECV, reference, ANY_SOURCE)
-        for other in reference.group.ranks if most else ():
+        count = self._count_messages
+        most, least = count(receiver, StreamKind.RECV, reference, ANY_SOURCE)
+        if most == 0:
+            return 0, 0
+        for other in reference.group.ranks:
             if other not in (receiver, sender):
-                sent_count, done_count = self._count_messages(
-                    other, StreamKind.SEND, reference, receiver
-                )
-                _, named_count = self._count_messages(receiver, StreamKind.RECV, reference, other)
+                sent_count, done_count = count(other, StreamKind.SEND, reference, receiver)
+                _, named_count = count(receiver, StreamKind.RECV, reference, other)
                 least -= max(0, sent_count - named_count)
                 most -= max(0, done_count - named_count)
         return max(0, least), max(0, most)
 
-    def _find_awaited_senders(self, rank: int, stream: CallStream) -> dict[int, int]:
+    def _find_awaited_senders(self, rank: int, stream: CallStream) -> AwaitedCalls:
         """The ranks any one of which may send to this receiver; none if enough was sent."""
-        sent_counts: dict[int, int] = {}
-        received_count = 0  # the completed receives that name their source
+        next_sends = {}
+        able_ranks = set()
+        available_count = 0  # messages, except those that a receive by name took
         for member in stream.group.ranks:
-            if member != rank:
-                sent_counts[member], _ = self._count_messages(member, StreamKind.SEND, stream, rank)
-                received_count += self._count_messages(rank, StreamKind.RECV, stream, member)[1]
-        if sum(sent_counts.values()) - received_count >= stream.entered:
+            if member == rank:
+                continue
+            sent_count, _ = self._count_messages(member, StreamKind.SEND, stream, rank)
+            _, received_count = self._count_messages(rank, StreamKind.RECV, stream, member)
+            available_count += sent_count - received_count
+            next_sends[member] = sent_count + 1
+            process = self._attempt.processes.get(member)
+            if process is None or can_communicate(process):
+                able_ranks.add(member)
+        if available_count >= stream.entered:
             return {}
-        processes = self._attempt.processes
-        able = {m for m in sent_counts if m not in processes or can_communicate(processes[m])}
-        return {member: sent_counts[member] + 1 for member in able or sent_counts}
+        return {member: next_sends[member] for member in able_ranks or next_sends}
 
     def _count_messages(
         self, rank: int, kind: StreamKind, reference: CallStream, peer: int
@@ -338,25 +353,13 @@ class WaitResolver:
         tag of the reference.
         """
         call_count = completed_count = 0
-        for stream in self.find_channels(rank, kind, peer, reference.group):
-            if stream.tag == reference.tag:
-                call_count += stream.entered
-                completed_count += stream.completed or 0
+        process = self._attempt.processes.get(rank)
+        if process is not None:
+            for stream in process.channels.get((kind, peer, reference.tag), ()):
+                if stream.group.key == reference.group.key:
+                    call_count += stream.entered
+                    completed_count += stream.completed or 0
         return call_count, completed_count
-
-    def find_channels(
-        self, rank: int, kind: StreamKind, peer: int | None, group: Group
-    ) -> Sequence[CallStream]:
-        """A rank's streams of this kind to or from ``peer`` in a group: a rank may have thousands."""
-        channels = self._channels_by_rank.get(rank)
-        if channels is None:
-            channels = self._channels_by_rank[rank] = {}
-            process = self._attempt.processes.get(rank)
-            for stream in process.streams.values() if process is not None else ():
-                if stream.peer is not None:
-                    end = (stream.kind, stream.peer, stream.group.key)
-                    channels.setdefault(end, []).append(stream)
-        return channels.get((kind, peer, group.key), ())
 
     def find_uncounted_ranks(self, rank: int, stream: CallStream) -> Collection[int]:
         """The ranks for which a call of ``rank`` may wait, where counts do not show whether it does
@@ -375,7 +378,7 @@ class WaitResolver:
         return [member for member in senders if self._may_miss_message(member, stream)]
 
     def _find_uncounted_members(
-        self, stream: CallStream, concerned: tuple[int, ...] | None
+        self, stream: CallStream, concerned: ConcernedRanks
     ) -> Collection[int]:
         members = stream.group.ranks if concerned is None else concerned
         if stream.loss is not None:
@@ -387,31 +390,36 @@ class WaitResolver:
         if not (state.has_losses or state.outside or incomplete_ranks):
             return ()
         streams = state.all_members
-        without_stream = incomplete_ranks.difference(streams)
-        return [
-            member
-            for member in members
-            if member in without_stream or (member in streams and streams[member].loss is not None)
-        ]
+        uncounted = []
+        for member in members:
+            if member in streams:
+                is_uncounted = streams[member].loss is not None
+            else:
+                is_uncounted = member in incomplete_ranks
+            if is_uncounted:
+                uncounted.append(member)
+        return uncounted
 
     def _may_miss_message(self, sender: int, receiving: CallStream) -> bool:
         """Whether sends of a rank to this receiver, or receives from it, may not be recorded."""
         if sender in self._attempt.incomplete_ranks:
             return True
         process = self._attempt.processes.get(sender)
-        return process is not None and any(
-            other.loss is not None and other.peer is not None
-            for other in process.streams.values()
-            if other.group.key == receiving.group.key
-        )
+        if process is None:
+            return False
+        for other in process.streams.values():
+            is_lossy = other.loss is not None and other.peer is not None
+            if is_lossy and other.group.key == receiving.group.key:
+                return True
+        return False
 
     def _find_awaited_members(
-        self, stream: CallStream, concerned: tuple[int, ...] | None, certain: bool
-    ) -> Mapping[int, int]:
+        self, stream: CallStream, concerned: ConcernedRanks, certain: bool
+    ) -> AwaitedCalls:
         entered, state = stream.entered, stream.group_state
         streams = state.all_members if state is not None else {}
         members = stream.group.ranks if concerned is None else concerned
-        behind: dict[int, int] = {}
+        behind = {}
         if concerned is None and len(streams) == len(members):
             behind = {m: s.entered + 1 for m, s in streams.items() if s.entered < entered}
         else:
@@ -440,7 +448,7 @@ class WaitResolver:
             lowest = min(known_seqs, default=0)
             behind = {m: seq for m, seq in behind.items() if seq == lowest or m in unknown}
         # Members that have entered the call but will never complete it.
-        awaited: dict[int, int] = {}
+        awaited = {}
         for member in _intersect_ranks(members, self._find_unable(state)):
             if member in streams and streams[member].is_pending:
                 awaited[member] = entered
@@ -453,9 +461,12 @@ class WaitResolver:
         """`unable_to_finish`, and the members of a foreign group in other attempts that have exited."""
         if state is None or not state.outside:
             return self.unable_to_finish
-        members = {rank: self._attempt.foreign_groups.find_outside(rank) for rank in state.outside}
-        ended = {rank for rank, m in members.items() if m is not None and not m.is_alive}
-        return self.unable_to_finish | ended
+        unable = set(self.unable_to_finish)
+        for rank in state.outside:
+            process = self._attempt.foreign_groups.find_outside(rank)
+            if process is not None and not process.is_alive:
+                unable.add(rank)
+        return unable
 
 
 def _intersect_ranks(members: Iterable[int], few: Collection[int]) -> Iterable[int]:
@@ -486,9 +497,10 @@ class QueuedCalls:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
+        # The key has the identity of the group's state, and the number of a collective.
+        self._held_members: dict[tuple[int, int], AwaitedCalls] = {}
 
-    def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+    def find_held_ranks(self, rank: int, stream: CallStream) -> AwaitedCalls:
         """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
         to it, each with its sequence number. Ranks in the same collective share one mapping.
         """
@@ -528,19 +540,19 @@ class QueuedCalls:
                         to_search.append(partner)
         return held_since
 
-    def _select_held(self, rank: int, stream: CallStream) -> dict[int, int]:
-        return {
-            partner: stream.entered
-            for partner, other in self._list_partners(rank, stream)
-            if self._held_since.get(partner, inf) < other.entered_at
-        }
+    def _select_held(self, rank: int, stream: CallStream) -> AwaitedCalls:
+        held = {}
+        for partner, other in self._list_partners(rank, stream):
+            if self._held_since.get(partner, inf) < other.entered_at:
+                held[partner] = stream.entered
+        return held
 
     def _find_unmet_messages(self) -> dict[int, float]:
         """The time when a rank's host made the first message whose other end does not exist, by rank.
         Only the time of the newest message of a channel is known, which is behind any earlier one.
         """
-        messages: list[tuple[int, CallStream, float]] = []
-        any_receivers: set[tuple[int | None, int]] = set()
+        messages = []
+        any_receivers = set()  # the ranks, with the identities of the groups
         for rank, process in self._attempt.processes.items():
             for stream in process.unfinished_streams:
                 if stream.peer is None or stream.completed is not None:
@@ -548,37 +560,34 @@ class QueuedCalls:
                 if receives_from_any(stream):
                     any_receivers.add((rank, id(stream.group)))
                     continue
-                if _is_channel_uncounted(self._attempt, stream):
-                    continue
-                met_count = 0 if stream.other_end is None else stream.other_end.entered
                 newest = stream.calls.get(stream.entered)
                 may_block = newest is not None and newest.blocking is not False
-                if may_block and met_count < stream.entered:
-                    is_newest = met_count == stream.entered - 1
-                    at = stream.entered_at if is_newest else nextafter(stream.entered_at, -inf)
-                    messages.append((rank, stream, at))
+                if not may_block or _is_channel_uncounted(self._attempt, stream):
+                    continue
+                met_count = 0 if stream.other_end is None else stream.other_end.entered
+                unmet_count = stream.entered - met_count
+                if unmet_count > 0:
+                    at = stream.entered_at
+                    if unmet_count > 1:
+                        at = nextafter(at, -inf)
+                    receiver = stream.peer if stream.kind is StreamKind.SEND else rank
+                    messages.append((rank, (receiver, id(stream.group)), at))
         unmet: dict[int, float] = {}
-        for rank, stream, at in messages:
-            receiver = stream.peer if stream.kind is StreamKind.SEND else rank
-            if (receiver, id(stream.group)) not in any_receivers:
+        for rank, receiver_in_group, at in messages:
+            if receiver_in_group not in any_receivers:
                 unmet[rank] = min(unmet.get(rank, inf), at)
         return unmet
 
     def _list_partners(self, rank: int, stream: CallStream) -> Iterator[tuple[int, CallStream]]:
         """The other ranks whose newest call is the same, with their streams."""
-        if stream.kind is StreamKind.COLLECTIVE:
-            state = stream.group_state
-            if state is not None and stream.loss is None:
-                for member, other in state.members.items():
-                    is_same = other.entered == stream.entered and other.loss is None
-                    if is_same and other is not stream:
-                        yield member, other
+        if stream.loss is not None:
             return
-        other_end = stream.other_end
-        if (
-            stream.peer is not None
-            and other_end is not None
-            and not _is_channel_uncounted(self._attempt, stream)
-            and other_end.entered == stream.entered
-        ):
-            yield stream.peer, other_end
+        others = {}
+        if stream.kind is StreamKind.COLLECTIVE and stream.group_state is not None:
+            others = stream.group_state.members
+        elif stream.peer is not None and stream.other_end is not None:
+            others = {stream.peer: stream.other_end}
+        for partner, other in others.items():
+            is_same = other.entered == stream.entered and other.loss is None
+            if is_same and other is not stream:
+                yield partner, other

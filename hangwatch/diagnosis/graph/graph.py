@@ -20,23 +20,20 @@ from typing import Any
 
 from hangwatch.model.calls import ANY_SOURCE, StreamKind
 from hangwatch.model.limits import MIN_WAIT_S, READING_DELAY_S, Limits
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
 from hangwatch.stacks.frames import waits_for_communication, waits_for_work
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream, GroupState
-from hangwatch.tracking.process import IDLE_AFTER_S, Process
+from hangwatch.tracking.call_stream import CallStream, GroupState, StreamsByRank
+from hangwatch.tracking.process import IDLE_AFTER_S, Process, is_of_world
 
 from .devices import DeviceGraph, build_device_graph
-from .edges import (
-    BlockedCall,
-    QueuedCalls,
-    WaiterIndex,
-    WaitResolver,
-    group_by_awaited,
-)
+from .edges import BlockedCall, QueuedCalls, WaiterIndex, WaitResolver, group_by_awaited
 from .progress import find_blocked_streams, get_calling_thread_since, is_process_waiting
 
 _FREED_AT_A_TIME = 1000
+
+WaitsByRank = dict[int, list[BlockedCall]]
 
 
 @dataclass
@@ -52,14 +49,14 @@ class WaitGraph:
     resolver: WaitResolver
     silent_ranks: Mapping[int, Silence]
     # The calls that block a rank, by rank.
-    blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    blocked_calls: WaitsByRank = field(default_factory=dict)
     # The calls that block one thread of a rank while another thread makes calls, by rank.
-    thread_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    thread_waits: WaitsByRank = field(default_factory=dict)
     # The calls that do not complete although every rank that they need has entered them, by rank.
-    stuck_streams: dict[int, CallStream] = field(default_factory=dict)
+    stuck_streams: StreamsByRank = field(default_factory=dict)
     # The blocking calls whose awaited ranks counts do not show, because calls are not completely
     # recorded, by rank. ``awaited`` are the ranks for which they may wait.
-    uncounted_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    uncounted_waits: WaitsByRank = field(default_factory=dict)
     # The ranks whose stack shows that they wait in a call that is not recorded, and since when.
     unrecorded_waits: dict[int, float] = field(default_factory=dict)
     # Ranks that may or may not wait.
@@ -68,7 +65,7 @@ class WaitGraph:
     held_up_ranks: set[int] = field(default_factory=set)
     # The calls in which ranks that use the CPU may wait, by rank: others are behind, and whether they are
     # complete is unknown. A host may spin while it waits for its device, so only a stack shows it.
-    unsampled_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    unsampled_waits: WaitsByRank = field(default_factory=dict)
     # Ranks last seen in a send or a receive whose other end has arrived: they may continue any
     # moment. The newly released have not reported since.
     released_ranks: set[int] = field(default_factory=set)
@@ -84,12 +81,13 @@ class WaitGraph:
         """The graph of the devices, empty while each one is known to have made progress lately: then
         none can be the subject of a verdict. To find that out takes a tenth of the time.
         """
+        processes = self.attempt.processes
         limit_s = self.limits.suspicion_delay_s - 2 * READING_DELAY_S
         if self.attempt.device_groups:
-            stills_s = [process.device_still_s for process in self.attempt.processes.values()]
+            stills_s = [process.device_still_s for process in processes.values()]
             if max(stills_s, default=0.0) >= limit_s:
                 return self.devices
-        return DeviceGraph((), {}, self.attempt.processes)
+        return DeviceGraph((), {}, processes)
 
     @cached_property
     def waiter_groups(self) -> list[list[BlockedCall]]:
@@ -166,12 +164,11 @@ class WaitGraph:
                         continue
                     end_by_group[index] = end
                     for rank in self.index.ranks_by_group[index] & meeting_ranks:
-                        other_end = end_by_rank.get(rank)
-                        if other_end is None:
+                        if rank in end_by_rank:
+                            _merge_sets(sets_by_end, end, end_by_rank[rank])
+                        else:
                             end_by_rank[rank] = end
                             to_search.append(rank)
-                        else:
-                            _merge_sets(sets_by_end, end, other_end)
         return list({id(ends): ends for ends in sets_by_end.values()}.values())
 
 
@@ -238,18 +235,16 @@ class _GraphBuilder:
         """Whether a rank without a sample uses the CPU, and has made a call lately or none of its calls
         waits for another rank, as nearly all of 100,000 ranks on NCCL: it may wait for its device only.
         """
-        reports = process.reports
-        is_idle = reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
-        if is_idle or process.samples or process.blocked_streams:
+        if process.samples or process.blocked_streams or process.inactive_s >= IDLE_AFTER_S:
             return False
         streams = process.unfinished_streams
         if any(stream.completed is not None for stream in streams):
             return False
-        if reports.last_seen_at - process.newest_call_at < self._sample_after_s:
+        if process.reports.last_seen_at - process.newest_call_at < self._sample_after_s:
             return True
-        return all(map(self._has_arrived_with_others, streams)) and not any(
-            self._queued_calls.find_held_ranks(rank, stream) for stream in streams
-        )
+        if not all(map(self._has_arrived_with_others, streams)):
+            return False
+        return not any(self._queued_calls.find_held_ranks(rank, stream) for stream in streams)
 
     def _has_arrived_with_others(self, stream: CallStream) -> bool:
         """Whether all members of a stream's group, or its peer, have entered its newest call and report."""
@@ -259,23 +254,19 @@ class _GraphBuilder:
                 return False
             return not state.has_member_behind(stream)
         other = stream.other_end
-        return (
-            other is not None
-            and stream.loss is None
-            and other.loss is None
-            and other.entered >= stream.entered
-            and stream.peer not in self._graph.silent_ranks
-        )
+        if other is None or stream.loss is not None or other.loss is not None:
+            return False
+        return other.entered >= stream.entered and stream.peer not in self._graph.silent_ranks
 
     def add_outside_wait(self, rank: int, stream: CallStream, state: GroupState) -> None:
         """Adds the wait of a process of another attempt in a call of a foreign group."""
         process = self._attempt.foreign_groups.find_outside(rank)
         if process is None or not state.members or rank in self._graph.blocked_calls:
             return
-        is_certain = any(s is stream for s in find_blocked_streams(process, self._before))
+        is_certain = stream in find_blocked_streams(process, self._before)
         if not is_certain:
-            pending = list_old_unfinished(process, self._before)
-            if all(s is not stream for s in pending) or not is_process_waiting(process):
+            is_pending = stream in list_old_unfinished(process, self._before)
+            if not is_pending or not is_process_waiting(process):
                 return
         own_group = next(iter(state.members.values())).group
         seen_here = replace(stream, group=own_group, group_state=state)
@@ -319,7 +310,8 @@ class _GraphBuilder:
         """Adds the waits of a rank in some of the pending calls. It last made progress at ``advanced_at``; if
         that is ``-inf``, it is certainly blocked in these calls.
         """
-        rank, graph, is_certain = process.rank, self._graph, advanced_at == -inf
+        rank, graph = process.rank, self._graph
+        is_certain = advanced_at == -inf
         blocked_calls, uncounted, stuck = self._find_waits(process, pending, advanced_at)
         is_held_up = False
         if not (is_certain or blocked_calls or uncounted or stuck):
@@ -331,8 +323,7 @@ class _GraphBuilder:
                     began_at = max(stream.entered_at, advanced_at)
                     blocked_calls.append(BlockedCall(rank, stream, began_at, held_ranks))
             is_held_up = bool(blocked_calls)
-        is_waiting_somewhere = blocked_calls or uncounted or stuck
-        if not is_waiting_somewhere and all(stream.peer is None for stream in pending):
+        if not (blocked_calls or uncounted or stuck or _has_messages(pending)):
             return
         if not is_certain:
             is_waiting = is_process_waiting(process)
@@ -361,43 +352,47 @@ class _GraphBuilder:
         """The pending calls that some rank has not entered, those where counts do not show it, and
         those that all have entered and that do not complete.
         """
-        rank, is_certain = process.rank, advanced_at == -inf
-        blocked_calls: list[BlockedCall] = []
-        uncounted_calls: list[BlockedCall] = []
-        stuck: list[CallStream] = []
+        rank, resolver = process.rank, self._resolver
+        blocked_calls = []
+        uncounted_calls = []
+        stuck = []
         for stream in pending:
-            awaited = self._resolver.find_awaited_ranks(rank, stream, is_certain)
+            awaited = resolver.find_awaited_ranks(rank, stream, advanced_at == -inf)
             began_at = max(stream.entered_at, advanced_at)
             if awaited:
                 blocked_calls.append(BlockedCall(rank, stream, began_at, awaited))
-            elif uncounted := self._resolver.find_uncounted_ranks(rank, stream):
+            elif uncounted := resolver.find_uncounted_ranks(rank, stream):
                 may_await = dict.fromkeys(uncounted, stream.entered)
                 uncounted_calls.append(BlockedCall(rank, stream, began_at, may_await))
-            # The completion of many sends is never reported, so only a stack shows that a rank waits for a
-            # send that its peer received. A message received from any source may be the one that this call
-            # was to receive.
-            elif stream.completed is not None and (
-                stream.peer is None
-                or (
-                    stream.peer in self._attempt.processes
-                    and waits_for_work(get_calling_thread_since(process, stream.entered_at))
-                    and all(other.peer != ANY_SOURCE for other in process.streams.values())
-                )
-            ):
+            elif stream.completed is not None and self._is_stuck(process, stream):
                 stuck.append(stream)
         return blocked_calls, uncounted_calls, stuck
+
+    def _is_stuck(self, process: Process, stream: CallStream) -> bool:
+        """Whether a rank waits in a call that all have entered. The completion of many sends is never
+        reported, so only a stack shows that a rank waits for a send that its peer received. A message received
+        from any source may be the one that this call was to receive.
+        """
+        if stream.peer is None:
+            return True
+        if stream.peer not in self._attempt.processes:
+            return False
+        if any(other.peer == ANY_SOURCE for other in process.streams.values()):
+            return False
+        return waits_for_work(get_calling_thread_since(process, stream.entered_at))
 
     def _add_released(self, rank: int, pending: Collection[CallStream]) -> None:
         """Adds a rank whose peers have made their calls. If one of these was reported after the rank's own
         last report, it may have continued since.
         """
-        self._graph.released_ranks.add(rank)
+        graph = self._graph
+        graph.released_ranks.add(rank)
         reported_at = self._attempt.processes[rank].reports.last_seen_at
         for stream in pending:
             if stream.other_end is not None:
                 entered_before, entered_at = stream.other_end.last_growth
                 if entered_before < stream.entered and entered_at > reported_at:
-                    self._graph.newly_released_ranks.add(rank)
+                    graph.newly_released_ranks.add(rank)
 
     def drop_unfounded_waits(self) -> None:
         """Drops the waits for devices that are held up while their hosts wait for no rank: these
@@ -405,18 +400,19 @@ class _GraphBuilder:
         """
         graph = self._graph
         waiting = graph.blocked_calls.keys()
-        # In each of its calls, the rank waits for some rank that does not wait.
-        while unfounded := {
-            rank
-            for rank in graph.held_up_ranks
-            if not any(waiting >= call.awaited.keys() for call in graph.blocked_calls[rank])
-        }:
+        while True:
+            # In each of its calls, the rank waits for some rank that does not wait.
+            unfounded = set()
+            for rank in graph.held_up_ranks:
+                if not any(waiting >= call.awaited.keys() for call in graph.blocked_calls[rank]):
+                    unfounded.add(rank)
+            if not unfounded:
+                return
             graph.held_up_ranks -= unfounded
             for rank in unfounded:
                 del graph.blocked_calls[rank]
-                process = self._attempt.processes[rank]
-                pending = list_old_unfinished(process, self._before)
-                if any(stream.peer is not None for stream in pending):
+                pending = list_old_unfinished(self._attempt.processes[rank], self._before)
+                if _has_messages(pending):
                     self._add_released(rank, pending)
                 else:
                     graph.uncertain_ranks.discard(rank)
@@ -437,12 +433,17 @@ class _GraphBuilder:
         # all others for which it may wait are seen to wait.
         waiting = graph.get_waiting_ranks()
         for rank, calls in list(graph.uncounted_waits.items()):
-            resolved: list[BlockedCall] = []
+            resolved = []
             for blocked in calls:
-                others = [other for other in blocked.awaited if other not in waiting]
-                seen_waiting = {other: self._is_seen_waiting(other, blocked) for other in others}
-                absent = {r: blocked.awaited[r] for r in others if seen_waiting[r] is False}
-                if absent and None not in seen_waiting.values():
+                absent = {}
+                are_all_seen = True
+                for other, seq in blocked.awaited.items():
+                    if other not in waiting:
+                        is_waiting = self._is_seen_waiting(other, blocked)
+                        are_all_seen &= is_waiting is not None
+                        if is_waiting is False:
+                            absent[other] = seq
+                if absent and are_all_seen:
                     resolved.append(replace(blocked, awaited=absent))
             if resolved:
                 del graph.uncounted_waits[rank]
@@ -459,32 +460,35 @@ class _GraphBuilder:
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
     """The streams whose newest call was entered ``before`` then and may be unfinished."""
-    return [
-        s
-        for s in process.unfinished_streams
-        if s.entered_at <= before and s.entered > 0 and not process.has_destroyed(s.group)
-    ]
+    streams = [s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0]
+    if process.lifecycle is not Lifecycle.DESTROYED:
+        return streams
+    # No call on a group that the process has destroyed blocks it any more.
+    return [s for s in streams if not (is_of_world(s.group) and process.has_left(s.group))]
+
+
+def _has_messages(streams: Iterable[CallStream]) -> bool:
+    return any(stream.peer is not None for stream in streams)
 
 
 def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
     """The ranks without a report for ``lost_after_s`` seconds in which they could have reported."""
-    before, resumed_at = now - lost_after_s, attempt.resumed_at
-    if resumed_at > before:
+    before = now - lost_after_s
+    if attempt.resumed_at > before:
         return {}
-    silent_since = {
-        rank: max(attempt.processes[rank].reports.agent_seen_at, resumed_at)
-        for rank in attempt.list_unreported(before)
-    }
-    if not silent_since:
+    silent_ranks = attempt.list_unreported(before)
+    if not silent_ranks:
         return {}
+    processes = attempt.processes
     alive_at_by_agent: dict[str, float] = {}  # the ranks of a node agent share their node
-    for rank, at in _find_signs_of_life(attempt, silent_since):
-        agent = attempt.processes[rank].agent
+    for rank, at in _find_signs_of_life(attempt, set(silent_ranks)):
+        agent = processes[rank].agent
         alive_at_by_agent[agent] = max(at, alive_at_by_agent.get(agent, at))
-    silences: dict[int, Silence] = {}
-    for rank, began_at in silent_since.items():
-        agent = attempt.processes[rank].agent
-        last_alive_at = max(began_at, alive_at_by_agent.get(agent, began_at))
+    silences = {}
+    for rank in silent_ranks:
+        process = processes[rank]
+        began_at = max(process.reports.agent_seen_at, attempt.resumed_at)
+        last_alive_at = max(began_at, alive_at_by_agent.get(process.agent, began_at))
         silences[rank] = Silence(
             began_at=began_at,
             last_alive_at=last_alive_at,
@@ -493,7 +497,7 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
     return silences
 
 
-def _find_signs_of_life(attempt: Attempt, silent: Collection[int]) -> Iterator[tuple[int, float]]:
+def _find_signs_of_life(attempt: Attempt, silent: set[int]) -> Iterator[tuple[int, float]]:
     """The silent ranks that other ranks show to be alive, with the times: all members of a group are when
     others complete its calls, and a rank is when another one receives from it.
     """
@@ -514,5 +518,5 @@ def _find_signs_of_life(attempt: Attempt, silent: Collection[int]) -> Iterator[t
         if rank in silent:
             continue
         for stream in process.streams.values():
-            if stream.kind is StreamKind.RECV and stream.peer is not None and stream.peer in silent:
+            if stream.kind is StreamKind.RECV and stream.peer in silent:
                 yield stream.peer, stream.advanced_at

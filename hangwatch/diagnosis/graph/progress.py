@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import (
@@ -40,7 +41,48 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 MIN_CPU_SHARE = 0.05
 MIN_READY_SHARE = 1 / 3
 
-_Functions = tuple[tuple[str, str], ...]  # the file and the name of each, the outermost first
+
+@dataclass(frozen=True, slots=True)
+class _SampledInterval:
+    """The time between two samples of a process that can be compared. What used the CPU or moved data in
+    it makes progress.
+    """
+
+    before: StackSample
+    newest: StackSample
+
+    def find_former(self, thread: ThreadStack) -> ThreadStack | None:
+        """The same thread or child process as one of the newest sample, in the sample before."""
+        for former in self.before.threads:
+            if former.pid == thread.pid and former.tid == thread.tid:
+                return former
+        return None
+
+    def is_working(self, thread: ThreadStack) -> bool:
+        """Whether a thread or a child made progress, or a child did that it waits for."""
+        if self.has_used_cpu(thread):
+            return True
+        if self.measure_transfer(thread) >= MIN_TRANSFER_BYTES_PER_S:
+            return True
+        return any(map(self.is_working, _list_awaited_children(thread, self.newest)))
+
+    def measure_transfer(self, thread: ThreadStack) -> float:
+        """The bytes per second that a thread or a child moved; 0.0 if that is unknown."""
+        former = self.find_former(thread)
+        if former is None or former.moved_bytes is None or thread.moved_bytes is None:
+            return 0.0
+        moved = max(0, thread.moved_bytes - former.moved_bytes)
+        return moved / (self.newest.taken_at - self.before.taken_at)
+
+    def has_used_cpu(self, thread: ThreadStack) -> bool:
+        """Whether a thread of the newest sample used the CPU, or waited for one."""
+        cpu_s, ready_s = thread.cpu_s or 0.0, thread.ready_s or 0.0
+        former = self.find_former(thread)
+        if former is not None:
+            cpu_s -= former.cpu_s or 0.0
+            ready_s -= former.ready_s or 0.0
+        elapsed_s = self.newest.taken_at - self.before.taken_at
+        return cpu_s >= MIN_CPU_SHARE * elapsed_s or ready_s >= MIN_READY_SHARE * elapsed_s
 
 
 def list_samples_since(process: Process, since: float) -> list[StackSample]:
@@ -48,36 +90,47 @@ def list_samples_since(process: Process, since: float) -> list[StackSample]:
     return [s for s in process.samples if s.taken_at >= since and s.threads]
 
 
+def _find_interval(process: Process, since: float) -> _SampledInterval | None:
+    """The interval up to the newest sample, if there is an older one since then to compare it with."""
+    return _select_interval(list_samples_since(process, since))
+
+
+def _select_interval(samples: list[StackSample]) -> _SampledInterval | None:
+    for sample in reversed(samples):
+        if samples[-1].taken_at - sample.taken_at >= MIN_SAMPLE_GAP_S:
+            return _SampledInterval(sample, samples[-1])
+    return None
+
+
 def has_two_samples(process: Process, since: float) -> bool:
-    return _find_comparable_sample(list_samples_since(process, since)) is not None
+    return _find_interval(process, since) is not None
 
 
 def is_busy(process: Process) -> bool:
     """Whether a rank's calling thread uses the CPU, or needs one. Node agents report it of the main
     thread and the one of the newest call together; samples, of each thread.
     """
-    samples = [sample for sample in process.samples if sample.threads]
-    before = _find_comparable_sample(samples)
-    caller = samples[-1].calling_thread if samples else None
-    if before is None or caller is None or caller.main or caller.cpu_s is None:
-        return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
-    return _has_used_cpu(caller, before, samples[-1])
+    interval = _find_interval(process, -inf)
+    if interval is not None:
+        caller = interval.newest.calling_thread
+        if caller is not None and not caller.main and caller.cpu_s is not None:
+            return interval.has_used_cpu(caller)
+    return process.inactive_s < BUSY_WITHIN_S
 
 
 def is_spinning(process: Process, since: float) -> bool:
     """Whether a rank whose calls are queued for a device uses the CPU, and two samples show its calling
     thread at one line. Such a host may wait for its device.
     """
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    if before is None or not is_busy(process):
+    interval = _find_interval(process, since)
+    if interval is None or not is_busy(process):
         return False
     has_device = any(
         stream.device is not None or (stream.completed is None and stream.entered)
         for stream in process.streams.values()
     )
-    lines = find_lines(samples[-1].calling_thread)
-    return has_device and bool(lines) and lines == find_lines(before.calling_thread)
+    lines = find_lines(interval.newest.calling_thread)
+    return has_device and bool(lines) and lines == find_lines(interval.before.calling_thread)
 
 
 def needs_device_sample(process: Process, since: float) -> bool:
@@ -87,7 +140,7 @@ def needs_device_sample(process: Process, since: float) -> bool:
     examined = _list_examined_samples(process, since)
     if not examined:
         return True
-    return bool(_get_device_hold(examined[-1])) and _find_comparable_sample(examined) is None
+    return bool(_get_device_hold(examined[-1])) and _select_interval(examined) is None
 
 
 def waits_for_device(process: Process, since: float) -> bool:
@@ -95,14 +148,14 @@ def waits_for_device(process: Process, since: float) -> bool:
     the same lines, with the same variables, in two samples, and none shows it elsewhere since.
     """
     examined = _list_examined_samples(process, max(since, process.last_advanced_at))
-    before = _find_comparable_sample(examined)
-    if before is None:
+    interval = _select_interval(examined)
+    if interval is None:
         return False
-    hold = _get_device_hold(examined[-1])
-    if not hold or hold != _get_device_hold(before):
+    hold = _get_device_hold(interval.newest)
+    if not hold or hold != _get_device_hold(interval.before):
         return False
-    newest = get_calling_thread_since(process, since)
-    return find_lines(newest) == find_lines(examined[-1].calling_thread)
+    caller = get_calling_thread_since(process, since)
+    return find_lines(caller) == find_lines(interval.newest.calling_thread)
 
 
 def _list_examined_samples(process: Process, since: float) -> list[StackSample]:
@@ -111,15 +164,16 @@ def _list_examined_samples(process: Process, since: float) -> list[StackSample]:
 
 def _get_device_hold(sample: StackSample) -> int:
     caller = sample.calling_thread
-    return (caller.device_hold or 0) if caller is not None else 0
+    return 0 if caller is None else caller.device_hold or 0
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
     """Whether a rank's calling thread was in different Python functions. What a loop calls between two
     sleeps does not count: such a loop polls.
     """
-    stacks: set[_Functions] = set()
-    polling: set[_Functions] = set()  # stacks that end in a sleep
+    # Both have the file and the name of each function, the outermost first.
+    stacks = set()
+    polling = set()  # stacks that end in a sleep
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
         if caller is None:
@@ -144,44 +198,41 @@ def is_polling(process: Process, since: float) -> bool:
     """Whether samples show a rank's calling thread in one place, where it waits for what another rank may
     do and uses little of the CPU. On an overloaded host such a thread is often ready to run.
     """
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    caller = samples[-1].calling_thread if samples else None
-    if before is None or caller is None or has_stack_changed(process, since):
+    interval = _find_interval(process, since)
+    if interval is None or has_stack_changed(process, since):
         return False
-    if not any(
-        classify_activity(sample.calling_thread).waits.waits_for_rank for sample in samples[-2:]
-    ):
+    callers = [sample.calling_thread for sample in list_samples_since(process, since)[-2:]]
+    if not any(classify_activity(caller).waits.waits_for_rank for caller in callers):
         return False
-    return not _has_used_cpu(replace(caller, ready_s=None), before, samples[-1])
+    caller = callers[-1]
+    return caller is not None and not interval.has_used_cpu(replace(caller, ready_s=None))
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
     """The threads but the calling one and the recorder's, and the children that it waits for."""
     caller = sample.calling_thread
-    return [
-        thread
-        for thread in sample.threads
-        if thread is not caller
-        and (thread.pid is not None or thread.thread != RECORDER_THREAD_NAME)
-    ]
+    others = []
+    for thread in sample.threads:
+        is_recorder = thread.pid is None and thread.thread == RECORDER_THREAD_NAME
+        if thread is not caller and not is_recorder:
+            others.append(thread)
+    return others
 
 
 def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
     """The threads and child processes that do what its calling thread waits for, in the newest sample;
     none if the wait needs the progress of all of them and some make none.
     """
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    if before is None:
+    interval = _find_interval(process, since)
+    if interval is None:
         return []
-    newest = samples[-1]
-    required, awaited = _find_awaited_threads(newest)
-    working = [thread for thread in awaited if _is_working(thread, before, newest)]
-    pids_before = {thread.pid for thread in before.threads}
+    required, awaited = _find_awaited_threads(interval.newest)
+    working = list(filter(interval.is_working, awaited))
+    pids_before = {thread.pid for thread in interval.before.threads}
     if not working and any(pids_before):
         # A rank that runs many short programs, each a different child than before, makes progress.
-        working = [t for t in awaited if t.pid is not None and t.pid not in pids_before]
+        known_pids = {None, *pids_before}
+        working = [thread for thread in awaited if thread.pid not in known_pids]
     if required is RequiredProgress.ALL and len(working) < len(awaited):
         return []
     return working
@@ -201,32 +252,21 @@ def list_remote_executions_since(process: Process, since: float) -> list[ThreadS
 
 def works_on_remote_call(process: Process, since: float) -> bool:
     """Whether a thread that executes a function for another rank makes progress, in the newest sample."""
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    return before is not None and any(
-        _is_working(thread, before, samples[-1])
-        for thread in list_remote_executions(samples[-1].threads)
-    )
-
-
-def _find_comparable_sample(samples: list[StackSample]) -> StackSample | None:
-    """The last sample that is old enough to compare the newest one with it."""
-    for sample in reversed(samples):
-        if samples[-1].taken_at - sample.taken_at >= MIN_SAMPLE_GAP_S:
-            return sample
-    return None
+    interval = _find_interval(process, since)
+    if interval is None:
+        return False
+    return any(map(interval.is_working, list_remote_executions(interval.newest.threads)))
 
 
 def get_transfer_rate(process: Process, since: float) -> float:
     """The bytes per second that a rank's calling thread moved between two samples since then; 0.0 if that
     is not known.
     """
-    samples = list_samples_since(process, since)
-    before = _find_comparable_sample(samples)
-    caller = samples[-1].calling_thread if samples else None
-    if before is None or caller is None:
+    interval = _find_interval(process, since)
+    caller = None if interval is None else interval.newest.calling_thread
+    if interval is None or caller is None:
         return 0.0
-    return _measure_transfer(caller, before, samples[-1])
+    return interval.measure_transfer(caller)
 
 
 def is_transferring(process: Process, since: float) -> bool:
@@ -234,43 +274,11 @@ def is_transferring(process: Process, since: float) -> bool:
     return get_transfer_rate(process, since) >= MIN_TRANSFER_BYTES_PER_S
 
 
-def _is_working(thread: ThreadStack, before: StackSample, newest: StackSample) -> bool:
-    """Whether a thread or a child made progress between two samples, or a child did that it waits for."""
-    if _has_used_cpu(thread, before, newest):
-        return True
-    if _measure_transfer(thread, before, newest) >= MIN_TRANSFER_BYTES_PER_S:
-        return True
-    children = _list_awaited_children(thread, newest)
-    return any(_is_working(child, before, newest) for child in children)
-
-
 def _list_awaited_children(thread: ThreadStack, sample: StackSample) -> list[ThreadStack]:
     """The child processes for which a thread of the rank waits in a system call."""
     if thread.pid is not None or thread.tid is None:
         return []
     return [child for child in sample.threads if thread.tid in child.awaited_by]
-
-
-def _measure_transfer(thread: ThreadStack, before: StackSample, newest: StackSample) -> float:
-    """The bytes per second that a thread or a child moved between two samples; 0.0 if that is unknown."""
-    for former in before.threads:
-        is_same = (former.pid, former.tid) == (thread.pid, thread.tid)
-        if is_same and former.moved_bytes is not None and thread.moved_bytes is not None:
-            moved = max(0, thread.moved_bytes - former.moved_bytes)
-            return moved / (newest.taken_at - before.taken_at)
-    return 0.0
-
-
-def _has_used_cpu(thread: ThreadStack, before: StackSample, newest: StackSample) -> bool:
-    """Whether a thread of the newest sample used the CPU since ``before``, or waited for one."""
-    cpu_s, ready_s = thread.cpu_s or 0.0, thread.ready_s or 0.0
-    for former in before.threads:
-        if (former.pid, former.tid) == (thread.pid, thread.tid):
-            cpu_s -= former.cpu_s or 0.0
-            ready_s -= former.ready_s or 0.0
-            break
-    elapsed_s = newest.taken_at - before.taken_at
-    return cpu_s >= MIN_CPU_SHARE * elapsed_s or ready_s >= MIN_READY_SHARE * elapsed_s
 
 
 class RankWait(enum.Enum):
@@ -298,21 +306,20 @@ def classify_rank_wait(process: Process, since: float) -> RankWait | None:
     if is_active_since and is_busy(process) and not is_polling(process, since):
         return RankWait.EXCLUDED  # the rank has continued since
     waits = classify_activity(newest.calling_thread).waits
-    others = [thread for thread in list_other_threads(newest) if waits.may_wait_for(thread)]
+    others = list(filter(waits.may_wait_for, list_other_threads(newest)))
     if waits.waits_for_rank:
         if others:
             return RankWait.EXCLUDED
         return RankWait.CERTAIN if waits.needs_rank else RankWait.POSSIBLE
     # The thread that it waits for may itself wait for another rank.
     theirs = [thread for thread in others if thread.pid is None and runs_user_code(thread)]
-    need_rank = [
-        thread
-        for thread in theirs
-        if classify_activity(thread).waits.needs_rank or waits_for_work(thread)
-    ]
-    if need_rank:
-        return RankWait.CERTAIN if len(need_rank) == len(theirs) else RankWait.POSSIBLE
     their_waits = [classify_activity(thread).waits for thread in theirs]
+    need_rank = [
+        wait.needs_rank or waits_for_work(thread)
+        for thread, wait in zip(theirs, their_waits, strict=True)
+    ]
+    if any(need_rank):
+        return RankWait.CERTAIN if all(need_rank) else RankWait.POSSIBLE
     if not waits or not all(their_waits) or any(wait.waits_for_rank for wait in their_waits):
         return RankWait.UNKNOWN
     return RankWait.EXCLUDED
@@ -346,13 +353,10 @@ def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[T
     required = waits.required_progress
     if required is RequiredProgress.NONE:
         return required, []
-    candidates = [
-        thread
-        for thread in list_other_threads(sample)
-        if thread.cpu_s is not None and waits.may_wait_for(thread)
-    ]
+    measured = [thread for thread in list_other_threads(sample) if thread.cpu_s is not None]
+    candidates = list(filter(waits.may_wait_for, measured))
     if required is RequiredProgress.ALL:
-        candidates = [thread for thread in candidates if runs_user_code(thread)]
+        candidates = list(filter(runs_user_code, candidates))
         if not candidates and waits is not LOCK and _waits_in_library(caller):
             # As in a pool of processes: a thread of the library waits for them.
             return RequiredProgress.ANY, [t for t in sample.threads if t.awaited_by]
@@ -403,7 +407,7 @@ def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
             for thread in others
         )
     else:
-        is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
+        is_active = process.inactive_s < IDLE_AFTER_S
         is_blocked = not any(
             waits_for_external(thread) or (is_active and waits_for_communication(thread) is False)
             for thread in others
@@ -426,12 +430,13 @@ def _list_callers(
     that make the calls of the ``excluded`` streams.
     """
     excluded_threads = {id(sample.find_caller(stream)) for stream in excluded}
-    callers: list[ThreadStack] = []
+    callers = []
     for thread in sample.threads:
+        if thread.call_recency is None or id(thread) in excluded_threads:
+            continue
         streams = [process.streams.get(uid) for uid in thread.called_uids]
         kinds = {None if stream is None else stream.kind for stream in streams}
-        is_caller = thread.call_recency is not None and id(thread) not in excluded_threads
-        if is_caller and kinds != {StreamKind.SETUP} and runs_user_code(thread):
+        if kinds != {StreamKind.SETUP} and runs_user_code(thread):
             callers.append(thread)
     return callers
 
@@ -440,14 +445,13 @@ def has_working_thread(process: Process, since: float) -> bool:
     """Whether a thread was sampled in the user's code, where it waits for no rank: it may be about
     to make the missing call.
     """
-    return any(
-        thread.pid is None
-        and runs_user_code(thread)
-        and waits_for_communication(thread) is False
-        and not _is_waiting_for_thread(thread)
-        for sample in list_samples_since(process, since)
-        for thread in sample.threads
-    )
+    for sample in list_samples_since(process, since):
+        for thread in sample.threads:
+            if thread.pid is None and runs_user_code(thread):
+                is_waiting = _is_waiting_for_thread(thread)
+                if not is_waiting and waits_for_communication(thread) is False:
+                    return True
+    return False
 
 
 def _is_waiting_for_thread(stack: ThreadStack | None) -> bool:
@@ -471,5 +475,4 @@ def is_process_waiting(process: Process) -> bool | None:
         known_waits = [wait for wait in waits if wait is not None]
         if known_waits:
             return all(known_waits)
-    is_idle = process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
-    return None if is_idle else False
+    return None if process.inactive_s >= IDLE_AFTER_S else False

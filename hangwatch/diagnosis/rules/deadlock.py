@@ -4,6 +4,7 @@ for each other; of each, the ranks are named that cause the deadlock.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
@@ -107,14 +108,20 @@ def _add_tag_mismatch(
     """
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
-    resolver = context.graph.resolver
+    awaited_ranks = {rank for blocked in receives for rank in blocked.awaited}
+    sends_by_channel = defaultdict(list)  # the keys are the sender, the receiver and the group
+    for process in context.attempt.find_processes(awaited_ranks):
+        for stream in process.streams.values():
+            if stream.kind is StreamKind.SEND:
+                channel = (process.rank, stream.peer, stream.group.key)
+                sends_by_channel[channel].append(stream)
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
         receiver, sender = edge.wait.rank, edge.wait.on_rank
-        sends = resolver.find_channels(sender, StreamKind.SEND, receiver, edge.group)
+        sends = sends_by_channel.get((sender, receiver, edge.group.key), [])
         was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)
         # A stream in which the sender is blocked counts more than one that is older.
         for sending in sorted(sends, key=lambda s: (id(s) not in blocking_streams, s.entered_at)):
-            receive_count = resolver.count_met_calls(sender, sending)
+            receive_count = context.graph.resolver.count_met_calls(sender, sending)
             if sending.tag != edge.stream.tag and sending.entered > receive_count:
                 is_blocking = id(sending) in blocking_streams
                 return _explain_by_tags(verdict, edge, sending, is_blocking, was_awaited_tag_sent)

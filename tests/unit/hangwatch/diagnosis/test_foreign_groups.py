@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.diagnosis.graph.graph import build_wait_graph
+from hangwatch.model.calls import ANY_SOURCE, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.fleet import Fleet
@@ -129,6 +131,19 @@ def test_messages_reach_the_process_behind_a_number() -> None:
     (receiving,) = (s for s in streams if s.kind is StreamKind.RECV)
     assert receiving.peer == 2 and receiving.other_end is not None
     assert receiving.other_end.kind is StreamKind.SEND
+
+
+def test_receive_from_any_source_counts_the_messages_of_the_process_behind_a_number() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    job.make_foreign_call(3, 1, "send", kind=StreamKind.SEND, peer=0, done=True)
+    job.make_foreign_call(2, 0, "recv", kind=StreamKind.RECV, peer=ANY_SOURCE, done=True)
+    job.make_foreign_call(2, 0, "recv", kind=StreamKind.RECV, peer=ANY_SOURCE)
+    job.send_heartbeats()
+    job.advance_time(3)
+    job.send_heartbeats()
+    graph = build_wait_graph(job.latest_attempt, job.now, Limits())
+    assert [call.awaited for call in graph.blocked_calls[2]] == [{3: 2}]
 
 
 def make_two_jobs() -> tuple[ScriptedJob, ScriptedJob]:
