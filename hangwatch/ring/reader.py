@@ -6,12 +6,12 @@ The position of a stream is in the stream table, as of the recorder's last poll,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, decode_signature
+from hangwatch.model.calls import Call, JsonObject, Loss, LossReason, Signature, Site, decode_fields
 
 from . import layout, parts
 from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
@@ -74,7 +74,7 @@ DeviceEntries = tuple[parts.DeviceEntry, ...]
 class RingSnapshot:
     """The content of a ring at one moment, without its calls. Times are ages in seconds."""
 
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: JsonObject = field(default_factory=dict)
     lifecycle: int = 0
     step: int | None = None
     pulse_s: float = 0.0
@@ -83,8 +83,8 @@ class RingSnapshot:
     phase_limit_s: float | None = None
     dropped: int = 0
     streams: StreamStates = ()
-    exception: dict[str, Any] | None = None  # the one that ended the program
-    handled_exception: dict[str, Any] | None = None  # the one that a waiting thread is handling
+    exception: JsonObject | None = None  # the one that ended the program
+    handled_exception: JsonObject | None = None  # the one that a waiting thread is handling
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: DeviceEntries = ()
@@ -340,7 +340,7 @@ class RingReader(parts.RingParts):
     def read_signature(self, number: int) -> Signature:
         """The signature of a record; `LOST_SIGNATURE` if it is overwritten or malformed."""
         return self._read_known(
-            self._known_signatures, self.signatures, number, decode_signature, parts.LOST_SIGNATURE
+            self._known_signatures, self.signatures, number, Signature, parts.LOST_SIGNATURE
         )
 
     def _read_known(
@@ -348,7 +348,7 @@ class RingReader(parts.RingParts):
         known: dict[int, Interned],
         table: layout.Table,
         number: int,
-        decode: Callable[[dict[str, Any]], Interned],
+        kind: type[Interned],
         lost: Interned,
     ) -> Interned:
         """The signature or site with this number, which is decoded once."""
@@ -360,16 +360,16 @@ class RingReader(parts.RingParts):
         if len(known) >= _MAX_KNOWN:
             known.clear()
         try:
-            known[number] = decode(data)
+            known[number] = kind(**decode_fields(kind, data))
         except parts.MALFORMED_ERRORS:
             known[number] = lost
         return known[number]
 
     def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
         """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        found: Site | None = None
+        found = None
         if site:
-            found = self._read_known(self._known_sites, self.sites, site, parts.parse_site, None)
+            found = self._read_known(self._known_sites, self.sites, site, Site, None)
         return Call(seq=seq, signature=self.read_signature(signature), site=found, **fields)
 
     def read_calls(
