@@ -14,7 +14,9 @@ from hangwatch.model.hardware import (
     Observation,
     ObservedValue,
     Weight,
+    XidAction,
     find_known_problems,
+    find_xid,
 )
 from hangwatch.model.kinds import KINDS, HardwareScope
 from hangwatch.model.limits import (
@@ -24,7 +26,6 @@ from hangwatch.model.limits import (
     REREAD_AFTER_S,
 )
 from hangwatch.model.verdicts import Verdict
-from hangwatch.model.xids import XidAction, find_xid
 from hangwatch.report.terminal import describe_observation
 from hangwatch.tracking.attempt import Attempt, HostHardware
 from hangwatch.tracking.process import Process

@@ -22,13 +22,7 @@ from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.incidents import Incident, UnfinishedCall
 from hangwatch.model.ranks import Frame
-from hangwatch.model.verdicts import (
-    AlignedPair,
-    CallClass,
-    DevicePosition,
-    Verdict,
-    Wait,
-)
+from hangwatch.model.verdicts import AlignedPair, CallClass, DevicePosition, Verdict, Wait
 
 from .text import Document, parse_time
 

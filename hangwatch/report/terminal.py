@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from hangwatch.model.hardware import HostObservation, Observation
+from hangwatch.model.hardware import HostObservation, Observation, find_xid
 from hangwatch.model.kinds import select_kinds
-from hangwatch.model.xids import find_xid
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
