@@ -20,6 +20,7 @@ from .operators import OPERATIONS, MustMatch
 
 JsonObject = dict[str, Any]
 IntLists = tuple[tuple[int, ...], ...]
+Splits = tuple[tuple[int, ...], tuple[int, ...]]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
@@ -68,7 +69,7 @@ class Signature:
     root: int | None = None
     # Elements (sent to, received from) each member; a single number means an even split. With a root, the
     # list of each member is on the root, and the other members have a single number on one side.
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    splits: Splits | None = None
     # Anything else that must be equal, such as the ranks of a group that is being created.
     detail: str | None = None
     numel: int = 0
@@ -163,7 +164,8 @@ def with_agreement_hash(
     }
     spec = OPERATIONS.get(signature.op)
     operation = _MESSAGE if spec is not None and spec.is_p2p else signature.op
-    parts = [operation, *(text for flag, text in arguments.items() if flag in must_match)]
+    parts = [operation]
+    parts += [text for flag, text in arguments.items() if flag in must_match]
     if signature.detail is not None:
         parts.append(signature.detail)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()
@@ -214,11 +216,6 @@ def _parse_int_lists(value: Any) -> IntLists:
     return tuple(tuple(map(_parse_int, items)) for items in value)
 
 
-def _parse_splits(value: Any) -> IntLists:
-    sent, received = value
-    return _parse_int_lists((sent, received))
-
-
 # The functions that convert a value to the type of a field, by its annotation.
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
@@ -230,7 +227,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "str": str,
     "str | None": str,
     "IntLists": _parse_int_lists,
-    "tuple[tuple[int, ...], tuple[int, ...]] | None": _parse_splits,
+    "Splits | None": lambda sides: _parse_int_lists((sides[0], sides[1])),
 }
 
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 from .bounds import Hash64
 from .calls import Site
 
+Ranks = tuple[int, ...]
+Place = tuple[str, str, int]  # a function, its file and a line
+
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
 _RANGE_PATTERN = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")  # 4, or 3-5
 
@@ -73,8 +76,15 @@ class ExceptionInfo:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero are left out."""
-    runs = iter_runs(sorted({rank for rank in ranks if rank >= 0}))
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return format_runs(iter_runs(sorted({rank for rank in ranks if rank >= 0})))
+
+
+def format_runs(runs: Iterable[tuple[int, int]]) -> str:
+    """The (first, last) of runs as ``0, 2-3``."""
+    texts = []
+    for first, last in runs:
+        texts.append(f"{first}" if first == last else f"{first}-{last}")
+    return ", ".join(texts)
 
 
 def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -94,13 +104,14 @@ def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
     """(first, last) of each part of a list such as ``0, 3-5``. Raises ValueError, whose message names
     the invalid part and shows what is expected.
     """
-    ranges: list[tuple[int, int]] = []
+    ranges = []
     for part in text.split(","):
         match = _RANGE_PATTERN.fullmatch(part)
         shown = repr(part.strip()[:40])
         if match is None:
             raise ValueError(f"invalid rank {shown}: write ranks as 0,3-5")
-        low, high = int(match[1]), int(match[2] or match[1])
+        low = int(match[1])
+        high = int(match[2] or low)
         if high < low:
             raise ValueError(f"invalid range {shown}: write it as {high}-{low}")
         ranges.append((low, high))
@@ -116,6 +127,10 @@ class Frame:
     text: str | None = None  # the source line
     handler: str | None = None  # the ``except`` line of the enclosing exception handler
     polls: str | None = None  # the ``while`` line of an enclosing loop that waits for a Work
+
+    @property
+    def place(self) -> Place:
+        return self.function, self.file, self.line
 
 
 @dataclass(frozen=True, kw_only=True)
