@@ -74,7 +74,7 @@ class RingParts:
         *positions, self.pid, _, self.start_ticks = numbers
         # The loss table has a slot for each slot of the first table.
         positions += [self.read_live_word(LiveWord.LOSSES), positions[1]]
-        tables: list[Table] = []
+        tables = []
         for known in (*layout.HEADER_TABLES, layout.LOSSES):
             table = Table(positions.pop(0), positions.pop(0), known.slot)
             if table.offset < HEADER_SIZE or table.count < 1 or table.end > file_size:
@@ -111,7 +111,7 @@ class RingParts:
 
     def read_device_entries(self) -> tuple[DeviceEntry, ...]:
         """The entries in the order of their creation, without those that are being written."""
-        entries: list[DeviceEntry] = []
+        entries = []
         for slot in range(layout.DEVICES.count):
             values = self._read_locked(layout.DEVICES, slot)
             if values is None:

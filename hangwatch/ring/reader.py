@@ -28,6 +28,7 @@ _CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAMS.slot.size
 _CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSSES.slot.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
+_MAX_LAST_CALLS = 64  # of each stream of a rank that has exited
 _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
 
 Interned = TypeVar("Interned")
@@ -257,7 +258,7 @@ class RingReader(parts.RingParts):
             has_changed |= chunk.dormant is not None
             chunk.content = content
             chunk.dormant = None
-            states: list[StreamState] = []
+            states = []
             first = number * _CHUNK_SLOTS
             for slot in range(first, min(first + _CHUNK_SLOTS, slot_count)):
                 try:
@@ -399,12 +400,12 @@ class RingReader(parts.RingParts):
         calls.reverse()
         return calls
 
-    def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
+    def read_last_calls(self, now_ns: int) -> dict[int, list[Call]]:
         """The last calls of each stream by uid, oldest first, in one pass, for an exited rank."""
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
-            if len(calls) < max_calls or record[FLAGS] & _RETRACTED:
+            if len(calls) < _MAX_LAST_CALLS or record[FLAGS] & _RETRACTED:
                 self._add_older_call(calls, record, now_ns)
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
 
@@ -451,15 +452,15 @@ class RingReader(parts.RingParts):
         written = self.count_records()
         from_index = max(0, from_index)
         first_index = max(0, from_index - _RETRACTION_WINDOW)
-        records: list[Record] = []
-        retracted: dict[int, tuple[int, int]] = {}
+        records = []
+        retracted = {}
         for record in self.read_records(first_index, written):
             if record[FLAGS] & _RETRACTED:
                 retracted[record[STAMP] - 1] = record[UID], record[SEQ]
             elif record[STAMP] > from_index:
                 records.append(record)
         chains: dict[int, dict[int, int]] = {}
-        newest_signatures: dict[int, int] = {}
+        newest_signatures = {}
         first_concurrent: dict[int, int] = {}
         for record in records:
             uid = record[UID]
