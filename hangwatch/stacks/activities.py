@@ -247,26 +247,17 @@ DEVICE = ActivityKind(
         " for an event; and at the GPU itself (nvidia-smi, dmesg)."
     ),
 )
-_RPC_REPLY = ActivityKind(
-    phrase="waits for the reply of another rank",
-    advice="Look at what the worker that it calls does, and give the call a timeout.",
-    waits_for_rank=True,
-    needs_rank=True,
-    awaits_remote_call=True,
-)
 _FUTURE = ActivityKind(
     phrase="waits for a Future or Work object of torch",
     advice="If a remote call is to set its value, look at what the called worker does.",
     waits_for_rank=True,
     awaits_remote_call=True,
 )
-_EVENT_LOOP = ActivityKind(
-    phrase="waits in its event loop",
-    advice="Look for the task that does not finish.",
-    waits_for_rank=True,
-    may_transfer=True,
-    may_be_idle=True,
-    awaits_requests=True,
+_RPC_REPLY = replace(
+    _FUTURE,
+    phrase="waits for the reply of another rank",
+    advice="Look at what the worker that it calls does, and give the call a timeout.",
+    needs_rank=True,
 )
 _INPUT_OUTPUT = ActivityKind(
     phrase="waits for input or output",
@@ -274,6 +265,11 @@ _INPUT_OUTPUT = ActivityKind(
     may_transfer=True,
     may_be_idle=True,
     awaits_requests=True,
+)
+_EVENT_LOOP = replace(
+    _INPUT_OUTPUT,
+    phrase="waits in its event loop",
+    advice="Look for the task that does not finish.",
 )
 _DATALOADER_BATCH = ActivityKind(
     phrase="waits for a batch of its DataLoader",
