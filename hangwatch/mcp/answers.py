@@ -99,7 +99,8 @@ def _find_longest_list(answer: Answer) -> tuple[str, list[Any] | None]:
     while pending:
         at, item = pending.pop()
         if isinstance(item, dict):
-            pending += [(f"{at}.{key}" if at else key, part) for key, part in item.items()]
+            prefix = f"{at}." if at else ""
+            pending += [(f"{prefix}{key}", part) for key, part in item.items()]
         elif isinstance(item, list):
             pending += [(at, part) for part in item]
             if len(item) > 1:
@@ -255,13 +256,15 @@ def explain_incident(incident: Document) -> Answer:
 
 
 def _describe_hardware(entry: Document) -> Answer:
-    values = _pick(entry, "before", "now")
-    texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    return build_answer(
-        {**_pick(entry, "host", "source", "about", "what"), **texts},
-        **_copy_own({**values, **dict.fromkeys(texts)}, "before", "now"),
-        **_copy_own(entry, "weight"),
-    )
+    quoted = _pick(entry, "host", "source", "about", "what")
+    numbers = {}
+    for key in ("before", "now"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            quoted[key] = value
+        else:
+            numbers[key] = _keep_own(value)
+    return build_answer(quoted, **numbers, **_copy_own(entry, "weight"))
 
 
 def describe_stack(stack: Document) -> Answer:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from .calls import IntLists
 from .hardware import HostObservation, MissingEvidence
-from .ranks import ExceptionInfo, Frame, Ranks
+from .ranks import ExceptionInfo, Frames, Ranks
 from .verdicts import DevicePosition, Verdict
 
 IncidentStatus = Literal["open", "resolved"]
@@ -54,7 +54,7 @@ class MergedStack:
     thread: str | None = None
     source: str
     taken_at: datetime
-    frames: tuple[Frame, ...] = ()
+    frames: Frames = ()
     native: bool = False
     error: str | None = None
 

@@ -14,6 +14,7 @@ from .bounds import Hash64
 from .calls import Site
 
 Ranks = tuple[int, ...]
+Run = tuple[int, int]  # the first and the last of consecutive ranks
 Place = tuple[str, str, int]  # a function, its file and a line
 
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
@@ -79,16 +80,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return format_runs(iter_runs(sorted({rank for rank in ranks if rank >= 0})))
 
 
-def format_runs(runs: Iterable[tuple[int, int]]) -> str:
-    """The (first, last) of runs as ``0, 2-3``."""
+def format_runs(runs: Iterable[Run]) -> str:
+    """Runs as ``0, 2-3``."""
     texts = []
     for first, last in runs:
         texts.append(f"{first}" if first == last else f"{first}-{last}")
     return ", ".join(texts)
 
 
-def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive ranks in an ascending list."""
+def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[Run]:
+    """The runs in an ascending list."""
     if not sorted_ranks:
         return
     first = last = sorted_ranks[0]
@@ -100,8 +101,8 @@ def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
-    """(first, last) of each part of a list such as ``0, 3-5``. Raises ValueError, whose message names
+def parse_rank_ranges(text: str) -> list[Run]:
+    """The parts of a list such as ``0, 3-5``. Raises ValueError, whose message names
     the invalid part and shows what is expected.
     """
     ranges = []
@@ -133,6 +134,9 @@ class Frame:
         return self.function, self.file, self.line
 
 
+Frames = tuple[Frame, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ThreadStack:
     """One thread's stack, innermost frame first. It has no ``slots``, so that what was found in it can be
@@ -140,7 +144,7 @@ class ThreadStack:
     """
 
     thread: str
-    frames: tuple[Frame, ...]
+    frames: Frames
     main: bool = False
     active: bool | None = None  # whether it was on a CPU when sampled; None if unknown
     holds_gil: bool | None = None

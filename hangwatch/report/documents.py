@@ -21,7 +21,7 @@ from hangwatch.model.calls import Call, JsonObject, Signature
 from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.incidents import Incident, UnfinishedCall
-from hangwatch.model.ranks import Frame
+from hangwatch.model.ranks import Frame, Ranks
 from hangwatch.model.verdicts import AlignedPair, CallClass, DevicePosition, Verdict, Wait
 
 from .text import Document, parse_time
@@ -61,21 +61,29 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
     ),
     Frame: ("function", "file", "line", "text"),
 }
+
+
+def _parse_members(document: Document) -> Ranks:
+    """The known ranks of a group, then its other members."""
+    labels = document.get("outside") or ()
+    outside = [OutsideMember.create(-2 - number, label) for number, label in enumerate(labels)]
+    return (*document["ranks"], *outside)
+
+
+def _parse_aligned_calls(document: Document) -> tuple[Call | None, ...]:
+    calls = []
+    for seq, call in zip(document["seq"], document["calls"], strict=True):
+        calls.append(None if call is None else parse_document(Call, {**call, "seq": seq}))
+    return tuple(calls)
+
+
 # The fields without a member of their own, and how they follow from the document.
 _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
     Group: {
-        "ranks": lambda document: (
-            *document["ranks"],
-            *(OutsideMember.create(-2 - n, x) for n, x in enumerate(document.get("outside") or ())),
-        ),
+        "ranks": _parse_members,
         "foreign": lambda document: document["name"] if document.get("outside") else "",
     },
-    AlignedPair: {
-        "calls": lambda document: tuple(
-            None if call is None else parse_document(Call, {**call, "seq": seq})
-            for seq, call in zip(document["seq"], document["calls"], strict=True)
-        )
-    },
+    AlignedPair: {"calls": _parse_aligned_calls},
     Call: {"seq": lambda document: document["seq"]},
 }
 

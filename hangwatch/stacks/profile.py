@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, Place
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, Frames, Place
 
 from .frames import is_library
 
@@ -25,7 +25,7 @@ _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DO
 
 Item = TypeVar("Item")
 # Frames from the outermost inwards, and the number of samples.
-CountedStack = tuple[tuple[Frame, ...], int]
+CountedStack = tuple[Frames, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     """Reads py-spy's raw format with thread names: ``thread (ID): NAME;FRAME;…;FRAME COUNT``. Raises
     ValueError for anything else.
     """
-    samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
+    samples: dict[tuple[str, str], Counter[Frames]] = {}
 
     @functools.cache
     def parse_frame(part: str) -> Frame | None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.ranks import Frame, Place, Ranks
+from hangwatch.model.ranks import Frame, Frames, Place, Ranks
 
 from .frames import is_library
 from .profile import CountedStack
@@ -32,11 +32,11 @@ RankedStack = tuple[Sequence[int], Sequence[Frame]]
 class Branch:
     """Frames that the same ranks are in, outermost first, and where the ranks differ."""
 
-    frames: tuple[Frame, ...]
+    frames: Frames
     ranks: Ranks
     branches: tuple[Branch, ...] = ()
 
-    def iter_frame_runs(self) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
+    def iter_frame_runs(self) -> Iterator[tuple[bool, Frames]]:
         """The frames in runs of the user's code (True) and of libraries."""
         for in_library, run in itertools.groupby(self.frames, lambda f: is_library(f.file)):
             yield not in_library, tuple(run)
