@@ -233,7 +233,8 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 def decode_fields(kind: type, data: JsonObject) -> JsonObject:
     """The values of a dataclass's simple fields in ``data``, converted to the fields' types. Others
-    are left out, and so have their defaults. Raises TypeError or ValueError for malformed data.
+    are left out, and so have their defaults. Raises IndexError, KeyError, TypeError or ValueError for
+    malformed data.
     """
     values = {}
     for field in fields(kind):
