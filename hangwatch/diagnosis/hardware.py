@@ -15,12 +15,13 @@ from hangwatch.model.hardware import (
     Observation,
     ObservedValue,
     Weight,
+    XidAction,
     find_known_problems,
+    find_xid,
 )
 from hangwatch.model.kinds import KINDS, HardwareScope
 from hangwatch.model.limits import EVENT_BEFORE_ONSET_S, LATE_BY_S, READING_DELAY_S, REREAD_AFTER_S
 from hangwatch.model.verdicts import Verdict
-from hangwatch.model.xids import XidAction, find_xid
 from hangwatch.report.terminal import describe_observation
 from hangwatch.tracking.attempt import Attempt, HostHardware
 from hangwatch.tracking.process import Process

@@ -39,6 +39,7 @@ def build_service(tools: Sequence[Tool], fetch: Fetch) -> Server[Any]:
         _: ServerRequestContext[Any], params: mcp_types.CallToolRequestParams
     ) -> mcp_types.CallToolResult:
         arguments = params.arguments or {}
+        is_error = True
         try:
             tool = by_name.get(params.name)
             if tool is None:
@@ -46,12 +47,13 @@ def build_service(tools: Sequence[Tool], fetch: Fetch) -> Server[Any]:
                     f"there is no tool {params.name!r}; there are: {', '.join(by_name)}"
                 )
             tool.check_arguments(arguments)
-            text, is_error = encode_answer(await tool.run(fetch, arguments)), False
+            text = encode_answer(await tool.run(fetch, arguments))
+            is_error = False
         except ApiError as error:
             refusal = build_answer({"detail": str(error)}, answer="the request failed")
-            text, is_error = encode_answer(refusal), True
+            text = encode_answer(refusal)
         except ToolError as error:
-            text, is_error = str(error), True
+            text = str(error)
         return mcp_types.CallToolResult(
             content=[mcp_types.TextContent(type="text", text=text)], is_error=is_error
         )

@@ -16,6 +16,7 @@ from .answers import Answer
 # Returns the document of ``GET /api/v1/PATH`` with these parameters. Raises ToolError.
 Fetch = Callable[[str, Mapping[str, object]], Awaitable[Document]]
 Arguments = Mapping[str, Any]
+Schema = Mapping[str, Any]  # the JSON schema of an argument
 ToolFunction = Callable[[Fetch, Arguments], Awaitable[Answer]]
 
 INSTRUCTIONS = (
@@ -38,12 +39,12 @@ class ApiError(ToolError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """``run`` raises ToolError. ``properties`` are JSON schemas of the arguments."""
+    """``run`` raises ToolError. ``properties`` are the arguments."""
 
     name: str
     description: str
     run: ToolFunction
-    properties: Mapping[str, Mapping[str, Any]]
+    properties: Mapping[str, Schema]
     required: Sequence[str]
 
     @property
@@ -70,7 +71,7 @@ class Tool:
 
 
 def make_tool(
-    description: str, *required: str, **properties: Mapping[str, Any]
+    description: str, *required: str, **properties: Schema
 ) -> Callable[[ToolFunction], Tool]:
     """Makes a function the tool of the same name."""
     return lambda run: Tool(
@@ -108,7 +109,9 @@ async def explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     first = await _fetch_incident(fetch, incidents[0]["id"])
     answer = {"hang": answers.explain_incident(first), **answer}
     others = [answers.summarize_incident(other) for other in incidents[1:]]
-    return {**answer, "other_open_incidents": others} if others else answer
+    if others:
+        answer["other_open_incidents"] = others
+    return answer
 
 
 async def _fetch_items(fetch: Fetch, path: str, **query: object) -> list[Document]:
@@ -118,7 +121,8 @@ async def _fetch_items(fetch: Fetch, path: str, **query: object) -> list[Documen
 
 
 async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
-    return await fetch(f"incidents/{quote(str(incident_id), safe='')}", {})
+    name = quote(str(incident_id), safe="")
+    return await fetch(f"incidents/{name}", {})
 
 
 @make_tool("The jobs that report, each with its state in a sentence and its ranks by state.")
@@ -141,8 +145,8 @@ async def list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
 
 @make_tool("Open and earlier incidents, newest first.", job=_JOB, status=_STATUS)
 async def list_incidents(fetch: Fetch, arguments: Arguments) -> Answer:
-    job, status = arguments.get("job"), arguments.get("status")
-    incidents = await _fetch_items(fetch, "incidents", job=job, status=status)
+    query = {"job": arguments.get("job"), "status": arguments.get("status")}
+    incidents = await _fetch_items(fetch, "incidents", **query)
     return {"incidents": [answers.summarize_incident(incident) for incident in incidents]}
 
 
@@ -188,9 +192,8 @@ def _make_incident_tool(
 
 @make_tool("How fast collectives are, and which ranks the others wait for.", job=_JOB)
 async def get_performance(fetch: Fetch, arguments: Arguments) -> Answer:
-    return answers.describe_performance(
-        await _fetch_items(fetch, "performance", job=arguments.get("job"))
-    )
+    groups = await _fetch_items(fetch, "performance", job=arguments.get("job"))
+    return answers.describe_performance(groups)
 
 
 TOOLS = (

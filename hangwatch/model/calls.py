@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .bounds import Hash64
 from .operators import OPERATIONS, MustMatch
+
+JsonObject = dict[str, Any]
+IntLists = tuple[tuple[int, ...], ...]
+Splits = tuple[tuple[int, ...], tuple[int, ...]]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
@@ -57,13 +63,13 @@ class Signature:
     """
 
     op: str
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: IntLists = ()
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None
     # Elements (sent to, received from) each member; a single number means an even split. With a root, the
     # list of each member is on the root, and the other members have a single number on one side.
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    splits: Splits | None = None
     # Anything else that must be equal, such as the ranks of a group that is being created.
     detail: str | None = None
     numel: int = 0
@@ -158,7 +164,8 @@ def with_agreement_hash(
     }
     spec = OPERATIONS.get(signature.op)
     operation = _MESSAGE if spec is not None and spec.is_p2p else signature.op
-    parts = [operation, *(text for flag, text in arguments.items() if flag in must_match)]
+    parts = [operation]
+    parts += [text for flag, text in arguments.items() if flag in must_match]
     if signature.detail is not None:
         parts.append(signature.detail)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()
@@ -183,9 +190,9 @@ def unchain(after: int, agreement_hash: int) -> int:
     return (after - agreement_hash) * _CHAIN_BASE_INVERSE & UINT64_MASK
 
 
-def encode_signature(signature: Signature) -> dict[str, Any]:
+def encode_signature(signature: Signature) -> JsonObject:
     """The JSON data in a ring; fields equal to their default are omitted."""
-    data: dict[str, Any] = {}
+    data = {}
     for field in fields(signature):
         value = getattr(signature, field.name)
         if value != field.default:
@@ -193,21 +200,48 @@ def encode_signature(signature: Signature) -> dict[str, Any]:
     return data
 
 
-def decode_signature(data: dict[str, Any]) -> Signature:
-    """The inverse. Raises KeyError, TypeError, ValueError or IndexError for malformed data."""
-    splits = data.get("splits")
-    return Signature(
-        op=str(data["op"]),
-        shapes=tuple(tuple(int(n) for n in shape) for shape in data.get("shapes", ())),
-        dtype=_optional_text(data.get("dtype")),
-        reduce_op=_optional_text(data.get("reduce_op")),
-        root=None if data.get("root") is None else int(data["root"]),
-        splits=None if splits is None else (tuple(map(int, splits[0])), tuple(map(int, splits[1]))),
-        detail=_optional_text(data.get("detail")),
-        numel=int(data.get("numel", 0)),
-        agree=int(data.get("agree", 0)),
-    )
+def _parse_number(value: Any) -> float:
+    """Raises ValueError for NaN, which no range excludes, and for infinite numbers."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} where a number should be")
+    return number
 
 
-def _optional_text(value: object) -> str | None:
-    return None if value is None else str(value)
+def _parse_int(value: Any) -> int:
+    return value if type(value) is int else int(_parse_number(value))
+
+
+def _parse_int_lists(value: Any) -> IntLists:
+    return tuple(tuple(map(_parse_int, items)) for items in value)
+
+
+# The functions that convert a value to the type of a field, by its annotation.
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": _parse_int,
+    "int | None": _parse_int,
+    "Hash64": _parse_int,
+    "float": _parse_number,
+    "float | None": _parse_number,
+    "str": str,
+    "str | None": str,
+    "IntLists": _parse_int_lists,
+    "Splits | None": lambda sides: _parse_int_lists((sides[0], sides[1])),
+}
+
+
+def decode_fields(kind: type, data: JsonObject) -> JsonObject:
+    """The values of a dataclass's simple fields in ``data``, converted to the fields' types. Others
+    are left out, and so have their defaults. Raises IndexError, KeyError, TypeError or ValueError for
+    malformed data.
+    """
+    values = {}
+    for field in fields(kind):
+        convert = _CONVERTERS.get(str(field.type))
+        if convert is None or field.name not in data:
+            continue
+        value = data[field.name]
+        if value is not None or field.default is not None:
+            values[field.name] = convert(value)
+    return values

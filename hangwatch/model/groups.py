@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-GroupKey = tuple[int, str, tuple[int, ...], int]
+from .ranks import Ranks
+
+GroupKey = tuple[int, str, Ranks, int]
 
 # The backend of a group that is only known from `hangwatch.collective`.
 DECLARED_BACKEND = "declared"
@@ -42,7 +44,7 @@ class Group:
 
     name: str
     desc: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     backend: str = ""
     generation: int = 1
     world_size: int = 0  # 0 if not reported
@@ -66,9 +68,11 @@ class Group:
         return tuple(rank.label for rank in self.ranks if isinstance(rank, OutsideMember))
 
     @property
-    def known_ranks(self) -> tuple[int, ...]:
+    def known_ranks(self) -> Ranks:
         """The members that are ranks of the attempt."""
-        return self.ranks if not self.foreign else tuple(rank for rank in self.ranks if rank >= 0)
+        if not self.foreign:
+            return self.ranks
+        return tuple(rank for rank in self.ranks if rank >= 0)
 
     @property
     def title(self) -> str:
@@ -105,7 +109,7 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     >>> pack_ranks([0, 8, 16, 24, 3])
     '0-24:8,3'
     """
-    parts: list[str] = []
+    parts = []
     steps = [after - before for before, after in itertools.pairwise(ranks)]
     i = 0
     while i < len(ranks):
@@ -142,7 +146,7 @@ def count_ranks(text: str) -> int:
     )
 
 
-def unpack_ranks(text: str) -> tuple[int, ...]:
+def unpack_ranks(text: str) -> Ranks:
     """The inverse of `pack_ranks`. Raises ValueError for malformed text or too many ranks."""
     count = count_ranks(text)
     if count > _MAX_RANKS:
@@ -150,7 +154,7 @@ def unpack_ranks(text: str) -> tuple[int, ...]:
     return _unpack_cached(text) if count <= _MAX_CACHED_RANKS else _unpack(text)
 
 
-def _unpack(text: str) -> tuple[int, ...]:
+def _unpack(text: str) -> Ranks:
     return RankTuple(itertools.chain.from_iterable(_iter_spans(text)))
 
 

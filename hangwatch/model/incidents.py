@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from .calls import IntLists
 from .hardware import HostObservation, MissingEvidence
-from .ranks import ExceptionInfo, Frame
+from .ranks import ExceptionInfo, Frames, Ranks
 from .verdicts import DevicePosition, Verdict
 
 IncidentStatus = Literal["open", "resolved"]
@@ -49,11 +50,11 @@ class MergedStack:
     All of ``ranks`` have it.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     thread: str | None = None
     source: str
     taken_at: datetime
-    frames: tuple[Frame, ...] = ()
+    frames: Frames = ()
     native: bool = False
     error: str | None = None
 
@@ -113,7 +114,7 @@ class Recovery:
 
     state: RecoveryState
     scope: RecoveryScope
-    ranks: tuple[int, ...]
+    ranks: Ranks
     number: int  # counts the recoveries of the job, from 1
     limit: int
     planned_at: datetime
@@ -132,7 +133,7 @@ class UnfinishedCall:
     desc: str = ""
     seq: int
     op: str
-    shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of the inputs
+    shapes: IntLists = ()  # the shapes of the inputs
     state: str = ""  # torch's word: "scheduled" or "started"
     waited_s: float  # the time from its call to the writing of the file
     timeout_s: float | None = None

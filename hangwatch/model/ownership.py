@@ -19,7 +19,14 @@ def is_trusted_uid(uid: int | None) -> bool:
     """
     if uid not in (0, os.geteuid()):
         return False
-    return uid != _read_overflow_uid() or _maps_all_users()
+    if uid != _read_overflow_uid():
+        return True
+    try:
+        rows = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:  # a kernel without user namespaces
+        return True
+    mapped_count = sum(int(row.split()[2]) for row in rows)
+    return mapped_count == _ALL_UIDS
 
 
 @functools.cache
@@ -28,14 +35,6 @@ def _read_overflow_uid() -> int:
         return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
     except OSError:  # systemd can hide /proc/sys
         return _DEFAULT_OVERFLOW_UID
-
-
-def _maps_all_users() -> bool:
-    try:
-        rows = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:  # a kernel without user namespaces
-        return True
-    return sum(int(row.split()[2]) for row in rows) == _ALL_UIDS
 
 
 def check_ownership(path: Path) -> None:

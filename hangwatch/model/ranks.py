@@ -13,6 +13,10 @@ from typing import NamedTuple
 from .bounds import Hash64
 from .calls import Site
 
+Ranks = tuple[int, ...]
+Run = tuple[int, int]  # the first and the last of consecutive ranks
+Place = tuple[str, str, int]  # a function, its file and a line
+
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
 Ranks = tuple[int, ...]
 _RANGE_PATTERN = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")  # 4, or 3-5
@@ -74,12 +78,19 @@ class ExceptionInfo:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero are left out."""
-    runs = iter_runs(sorted({rank for rank in ranks if rank >= 0}))
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return format_runs(iter_runs(sorted({rank for rank in ranks if rank >= 0})))
 
 
-def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive ranks in an ascending list."""
+def format_runs(runs: Iterable[Run]) -> str:
+    """Runs as ``0, 2-3``."""
+    texts = []
+    for first, last in runs:
+        texts.append(f"{first}" if first == last else f"{first}-{last}")
+    return ", ".join(texts)
+
+
+def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[Run]:
+    """The runs in an ascending list."""
     if not sorted_ranks:
         return
     first = last = sorted_ranks[0]
@@ -91,17 +102,18 @@ def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
-    """(first, last) of each part of a list such as ``0, 3-5``. Raises ValueError, whose message names
+def parse_rank_ranges(text: str) -> list[Run]:
+    """The parts of a list such as ``0, 3-5``. Raises ValueError, whose message names
     the invalid part and shows what is expected.
     """
-    ranges: list[tuple[int, int]] = []
+    ranges = []
     for part in text.split(","):
         match = _RANGE_PATTERN.fullmatch(part)
         shown = repr(part.strip()[:40])
         if match is None:
             raise ValueError(f"invalid rank {shown}: write ranks as 0,3-5")
-        low, high = int(match[1]), int(match[2] or match[1])
+        low = int(match[1])
+        high = int(match[2] or low)
         if high < low:
             raise ValueError(f"invalid range {shown}: write it as {high}-{low}")
         ranges.append((low, high))
@@ -118,6 +130,13 @@ class Frame:
     handler: str | None = None  # the ``except`` line of the enclosing exception handler
     polls: str | None = None  # the ``while`` line of an enclosing loop that waits for a Work
 
+    @property
+    def place(self) -> Place:
+        return self.function, self.file, self.line
+
+
+Frames = tuple[Frame, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadStack:
@@ -126,7 +145,7 @@ class ThreadStack:
     """
 
     thread: str
-    frames: tuple[Frame, ...]
+    frames: Frames
     main: bool = False
     active: bool | None = None  # whether it was on a CPU when sampled; None if unknown
     holds_gil: bool | None = None

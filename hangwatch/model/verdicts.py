@@ -8,6 +8,7 @@ from typing import Any
 from .calls import Call, Site
 from .groups import DeviceCounters, Group
 from .kinds import KINDS, Severity, VerdictKind
+from .ranks import Ranks
 
 DEVICE_SOURCE = "flight recorder"  # what counts the progress of devices
 _OF_KIND: Any = None  # the default of `Verdict.severity`
@@ -27,7 +28,7 @@ class Wait:
 class CallClass:
     """The ranks that made the same call."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     call: Call  # one of these equal calls
 
 
@@ -47,7 +48,7 @@ class AlignedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    ranks: tuple[int, ...]
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,8 @@ class Verdict:
 
     kind: VerdictKind
     severity: Severity = _OF_KIND  # that of the kind, unless another one is given
-    culprits: tuple[int, ...]
-    waiting: tuple[int, ...]
+    culprits: Ranks
+    waiting: Ranks
     group: Group | None = None
     seq: int | None = None
     differing_fields: tuple[str, ...] = ()
@@ -94,7 +95,7 @@ class Verdict:
         return self.severity is Severity.ALERT
 
     @property
-    def involved_ranks(self) -> tuple[int, ...]:
+    def involved_ranks(self) -> Ranks:
         """The culprits, then the ranks that wait."""
         return (*self.culprits, *self.waiting)
 

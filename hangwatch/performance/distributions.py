@@ -46,7 +46,7 @@ def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
 
 def is_even_split(signature: Signature) -> bool:
     """Whether all members exchange equal amounts, as the bandwidth of an all-to-all requires."""
-    return signature.splits is None or all(len(set(side)) <= 1 for side in signature.splits)
+    return all(len(set(side)) <= 1 for side in signature.splits or ())
 
 
 def bus_factor(op: str, rank_count: int) -> float | None:
@@ -66,7 +66,9 @@ class DurationHistogram:
 
     def add_duration(self, us: float) -> None:
         us = min(max(us, 0.0), MAX_DURATION_US)
-        bucket = int(BUCKETS_PER_OCTAVE * math.log2(us)) + 1 if us >= 1 else 0
+        bucket = 0
+        if us >= 1:
+            bucket = int(BUCKETS_PER_OCTAVE * math.log2(us)) + 1
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
         self.longest_us = max(self.longest_us, us)
 

@@ -57,6 +57,9 @@ class CallSkew:
     error_s: float  # the error of the spread
 
 
+CallSkews = Sequence[CallSkew]
+
+
 def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
     """Compares the arrivals, at least two, at one call. Several ranks may be late together, such as
     all ranks of a slow host.
@@ -66,7 +69,8 @@ def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
     count = len(ordered)
     first_cut = max(count - count // 2, count - MAX_LATE_RANKS)
     cut = max(range(first_cut, count), key=lambda i: times[i] - times[i - 1])
-    late, lag = ordered[cut:], times[cut] - times[cut - 1]
+    late = ordered[cut:]
+    lag = times[cut] - times[cut - 1]
     lost = min(lag, late[0].since_previous_s)
     if lag <= _clock_error(late, ordered[:cut]):
         late, lag, lost = [], 0.0, 0.0
@@ -105,7 +109,7 @@ class LatenessStats:
 GroupStragglers = tuple[LatenessStats, frozenset[int]]
 
 
-def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
+def find_latecomers(skews: CallSkews) -> list[LatenessStats]:
     """How late each rank is that was among the last; the one that others wait for most is first."""
     calls: dict[int, list[CallSkew]] = {}
     for call in skews:
@@ -120,7 +124,7 @@ def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
 
 
 def _summarize_lateness(
-    ranks: frozenset[int], late_skews: Sequence[CallSkew], call_count: int, per_second: float
+    ranks: frozenset[int], late_skews: CallSkews, call_count: int, per_second: float
 ) -> LatenessStats:
     """The lateness of ``ranks``; ``late_skews`` are the calls at which all of them were last."""
     lags = [call.lag_s for call in late_skews]
@@ -139,7 +143,7 @@ def _summarize_lateness(
     )
 
 
-def _share_of_time(late_skews: Sequence[CallSkew], call_count: int, per_second: float) -> float:
+def _share_of_time(late_skews: CallSkews, call_count: int, per_second: float) -> float:
     lost_s = sum(_cap_outliers([call.lost_s for call in late_skews], call_count))
     return min(1.0, lost_s / call_count * per_second)
 
@@ -151,7 +155,7 @@ def _cap_outliers(durations: Sequence[float], call_count: int) -> list[float]:
     return [min(duration, limit) for duration in durations]
 
 
-def _estimate_call_rate(skews: Sequence[CallSkew]) -> float:
+def _estimate_call_rate(skews: CallSkews) -> float:
     """The group's calls per second, including those between the judged ones."""
     if len(skews) < 2:
         return 0.0
@@ -161,9 +165,7 @@ def _estimate_call_rate(skews: Sequence[CallSkew]) -> float:
     return (last.seq - first.seq) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def find_straggler(
-    skews: Sequence[CallSkew], latecomers: Sequence[LatenessStats]
-) -> LatenessStats | None:
+def find_straggler(skews: CallSkews, latecomers: Sequence[LatenessStats]) -> LatenessStats | None:
     """The rank, or several that are late together, that a group repeatedly waits for: they cause
     most of the waiting, and it takes a considerable share of the job's time. None if there is none.
 
@@ -189,9 +191,7 @@ def find_straggler(
     return worst if is_straggler else None
 
 
-def find_straggler_causes(
-    stragglers: Mapping[int, GroupStragglers],
-) -> dict[int, frozenset[int]]:
+def find_straggler_causes(stragglers: Mapping[int, GroupStragglers]) -> dict[int, frozenset[int]]:
     """The groups whose stragglers may be late only because they wait for other ranks, with the
     ranks that they wait for.
 
@@ -204,9 +204,9 @@ def find_straggler_causes(
     for late, members in stragglers.values():
         for rank in (members & suspects) - late.ranks:
             waits.setdefault(rank, []).append((late, members))
-    causes: dict[int, frozenset[int]] = {}
+    causes = {}
     for number, (late, members) in stragglers.items():
-        reasons: list[frozenset[int]] = []
+        reasons = []
         for rank in late.ranks:
             awaited = [
                 other

@@ -11,35 +11,17 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+
+from hangwatch.model.calls import JsonObject, decode_fields
 
 from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
-MAX_COMMANDS = (
-    1024  # a node agent takes as many from a reply as it remembers, to execute none twice
-)
-
-
-def _parse_number(value: Any) -> float:
-    """Raises ValueError for NaN, which no range excludes, and for infinite numbers."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} where a number should be")
-    return number
-
-
-# The functions that convert a value to the type of a field, by its annotation.
-_CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "bool": bool,
-    "int": lambda value: value if type(value) is int else int(_parse_number(value)),
-    "float": _parse_number,
-    "float | None": _parse_number,
-    "str": str,
-    "CommandKind": CommandKind,
-}
+# A node agent takes as many from a reply as it remembers, to execute none twice.
+MAX_COMMANDS = 1024
 
 
 def encode_message(message: Any) -> Any:
@@ -90,33 +72,27 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
-    """Decodes the server's reply. Raises TypeError or ValueError if it is malformed."""
+def decode_reply(data: JsonObject) -> HeartbeatReply:
+    """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
     values = _decode_fields(HeartbeatReply, data)
     return HeartbeatReply(**values, commands=decode_commands(data.get("commands", ())))
 
 
-def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
-    """The first `MAX_COMMANDS` commands in a reply. Raises TypeError or ValueError if one is malformed."""
-    first = itertools.islice(items, MAX_COMMANDS)
-    return tuple([Command(**_decode_fields(Command, item)) for item in first])
-
-
-def _decode_fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """The values of a message's simple fields in ``data``, converted to the fields' types. Others
-    are left out, and so have their defaults.
+def decode_commands(items: Iterable[JsonObject]) -> tuple[Command, ...]:
+    """The first `MAX_COMMANDS` commands in a reply. Raises KeyError, TypeError or ValueError if one is
+    malformed.
     """
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        convert = _CONVERTERS.get(str(field.type))
-        if convert is None or field.name not in data:
-            continue
-        value = data[field.name]
-        if value is None and field.default is None:
-            continue
-        value = convert(value)
-        if field.name in _RANGES:
-            lowest, highest = _RANGES[field.name]
-            value = min(highest, max(lowest, value))
-        values[field.name] = value
+    commands = []
+    for item in itertools.islice(items, MAX_COMMANDS):
+        values = _decode_fields(Command, item)
+        commands.append(Command(kind=CommandKind(item["kind"]), **values))
+    return tuple(commands)
+
+
+def _decode_fields(kind: type, data: JsonObject) -> JsonObject:
+    """The values of a message's simple fields, each within its range."""
+    values = decode_fields(kind, data)
+    for name in values.keys() & _RANGES.keys():
+        lowest, highest = _RANGES[name]
+        values[name] = min(highest, max(lowest, values[name]))
     return values

@@ -84,7 +84,8 @@ class Credential:
         """The signature of a request whose ``body`` is sent as it is here, after compression. ``path``
         is without the prefix of a proxy.
         """
-        nonce, digest = secrets.token_hex(_NONCE_BYTES), hashlib.sha256(body).hexdigest()
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        digest = hashlib.sha256(body).hexdigest()
         mac = self._make_request_mac(method, path, str(time), nonce, digest)
         return SignedRequest(self.job, str(time), nonce, digest, mac)
 

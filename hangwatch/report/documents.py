@@ -17,22 +17,16 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from hangwatch.model.calls import Call, Signature
+from hangwatch.model.calls import Call, JsonObject, Signature
 from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.incidents import Incident, UnfinishedCall
-from hangwatch.model.ranks import Frame
-from hangwatch.model.verdicts import (
-    AlignedPair,
-    CallClass,
-    DevicePosition,
-    Verdict,
-    Wait,
-)
+from hangwatch.model.ranks import Frame, Ranks
+from hangwatch.model.verdicts import AlignedPair, CallClass, DevicePosition, Verdict, Wait
 
 from .text import Document, parse_time
 
-JsonObject = dict[str, Any]
+Conversion = Callable[[Any], Any]
 T = TypeVar("T")
 
 _VERDICT = (
@@ -67,21 +61,29 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
     ),
     Frame: ("function", "file", "line", "text"),
 }
+
+
+def _parse_members(document: Document) -> Ranks:
+    """The known ranks of a group, then its other members."""
+    labels = document.get("outside") or ()
+    outside = [OutsideMember.create(-2 - number, label) for number, label in enumerate(labels)]
+    return (*document["ranks"], *outside)
+
+
+def _parse_aligned_calls(document: Document) -> tuple[Call | None, ...]:
+    calls = []
+    for seq, call in zip(document["seq"], document["calls"], strict=True):
+        calls.append(None if call is None else parse_document(Call, {**call, "seq": seq}))
+    return tuple(calls)
+
+
 # The fields without a member of their own, and how they follow from the document.
 _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
     Group: {
-        "ranks": lambda document: (
-            *document["ranks"],
-            *(OutsideMember.create(-2 - n, x) for n, x in enumerate(document.get("outside") or ())),
-        ),
+        "ranks": _parse_members,
         "foreign": lambda document: document["name"] if document.get("outside") else "",
     },
-    AlignedPair: {
-        "calls": lambda document: tuple(
-            None if call is None else parse_document(Call, {**call, "seq": seq})
-            for seq, call in zip(document["seq"], document["calls"], strict=True)
-        )
-    },
+    AlignedPair: {"calls": _parse_aligned_calls},
     Call: {"seq": lambda document: document["seq"]},
 }
 
@@ -89,8 +91,8 @@ _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
 class Codec(NamedTuple):
     """The conversions between a value and its JSON. None stays None."""
 
-    build: Callable[[Any], Any]
-    parse: Callable[[Any], Any]
+    build: Conversion
+    parse: Conversion
 
 
 class DocumentMember(NamedTuple):
@@ -101,13 +103,13 @@ class DocumentMember(NamedTuple):
     annotation: Any
     default: Any  # `dataclasses.MISSING` if there is none, or only a factory
     has_default_factory: bool
-    get_value: Callable[[Any], Any]
+    get_value: Conversion
     codec: Codec | None  # None: the value is the same in JSON
 
 
 def build_document(part: Any, omitted: Collection[str] = ()) -> JsonObject:
     """The document of a verdict, of an incident, or of a part of them, without some members."""
-    document: JsonObject = {}
+    document = {}
     for member in list_members(part.__class__):
         if member.key in omitted:
             continue
@@ -140,12 +142,13 @@ def _construct(
 ) -> T:
     """An object of ``cls``, whose attributes are at ``depth`` in the paths of ``members``."""
     fields: Mapping[str, object] = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    values: dict[str, Any] = {}
+    values = {}
     for name, derive in _DERIVED_FIELDS.get(cls, {}).items():
         values[name] = derive(document)
     members_by_part: dict[str, list[DocumentMember]] = {}
     for member in members:
-        name, codec = member.path[depth], member.codec
+        name = member.path[depth]
+        codec = member.codec
         if len(member.path) > depth + 1:
             members_by_part.setdefault(name, []).append(member)
         elif name in fields and name not in values:

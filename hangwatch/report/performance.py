@@ -41,8 +41,11 @@ def format_duration(seconds: float) -> str:
     """
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
-    amount, unit = (seconds, "s") if seconds >= 1 else (seconds / 1e-3, "ms")
-    return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+    amount, unit = seconds, "s"
+    if seconds < 1:
+        amount, unit = seconds / 1e-3, "ms"
+    decimals = 0 if amount >= 10 else 1
+    return f"{amount:.{decimals}f} {unit}"
 
 
 def format_straggler(

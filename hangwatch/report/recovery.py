@@ -46,12 +46,14 @@ def explain_silence(seconds: float) -> str:
 def format_recovery(document: Document) -> str:
     """A sentence on the state of the recovery; empty if no rank was ever to be ended."""
     recovery = document.get("recovery") or {}
-    state, aborts = recovery.get("state"), get_parts(recovery, "aborts")
+    state = recovery.get("state")
+    aborts = get_parts(recovery, "aborts")
     if state == "withheld":
         return f"No rank is ended: {clean_member(recovery, 'why')}."
-    number, limit = clean_member(recovery, "number"), clean_member(recovery, "limit")
-    count = f"{number} of at most {limit} such incidents of this job"
-    if state == "done" or any(abort.get("result") in ("ended", "failed") for abort in aborts):
+    number = clean_member(recovery, "number")
+    count = f"{number} of at most {clean_member(recovery, 'limit')} such incidents of this job"
+    results = [abort.get("result") for abort in aborts]
+    if state == "done" or "ended" in results or "failed" in results:
         outcomes = "; ".join(format_outcomes(aborts))
         return f"{outcomes[:1].upper()}{outcomes[1:]} ({count})."
     if state not in ("planned", "announced", "ordered"):

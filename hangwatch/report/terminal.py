@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
 
-from hangwatch.model.hardware import HostObservation, Observation
+from hangwatch.model.calls import JsonObject
+from hangwatch.model.hardware import HostObservation, Observation, find_xid
 from hangwatch.model.kinds import select_kinds
-from hangwatch.model.xids import find_xid
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
@@ -40,6 +39,9 @@ from .text import (
     truncate_start,
     wrap_text,
 )
+
+Lines = Iterator[str]
+AwaitedCall = tuple[int, str, int]  # the awaited rank, the group's name, and the number of the call
 
 # The reasons for which an incident is resolved: the API's value, and its text.
 RESOLUTIONS = {
@@ -105,7 +107,7 @@ _KILLED = {
 
 def format_incident(
     document: Document, now: datetime, paint: Paint = PLAIN_PAINT, full: bool = False
-) -> Iterator[str]:
+) -> Lines:
     """One incident: the verdict, the advice, the calls side by side, stacks, waits, devices and
     processes. With ``full``, nothing is folded.
     """
@@ -138,7 +140,7 @@ def format_summary(document: Document) -> str:
     return f"{summary}: it is at {line} in {clean_member(site, 'function')}"
 
 
-def _format_verdict(document: Document, now: datetime, paint: Paint) -> Iterator[str]:
+def _format_verdict(document: Document, now: datetime, paint: Paint) -> Lines:
     """Severity, kind, job, age and id, in one line or, if that is too long, in two; the summary, and
     why the incident was resolved.
     """
@@ -178,7 +180,7 @@ def _format_verdict(document: Document, now: datetime, paint: Paint) -> Iterator
         yield f"It was resolved: {resolution}."
 
 
-def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
     """The ranks' calls, with a column for each class of equal calls; rows in which the classes
     differ are marked with ``≠``.
     """
@@ -206,9 +208,9 @@ def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str
 
 def _format_call_table(
     classes: Sequence[Document], differing_fields: set[str], paint: Paint
-) -> Iterator[str]:
+) -> Lines:
     width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
-    rows: list[tuple[str, list[str]]] = []
+    rows = []
     for name in _CALL_ROWS:
         key = "shapes" if name == "shape" else name
         rows.append((name, [_format_value(c.get(key)) for c in classes]))
@@ -227,7 +229,7 @@ def _format_call_table(
         yield _format_row(label, [text or "-" for text in texts], width, row_paint.as_error)
 
 
-def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
     """The last calls of both sides, aligned; ``≠`` marks a call that only one side made."""
     divergence = document.get("divergence")
     if not divergence:
@@ -248,7 +250,7 @@ def format_aligned_row(row: Document) -> tuple[list[str], bool]:
     """The calls of both sides, such as ``812 all_reduce train.py:41 [64]``, and whether only one
     side made the call.
     """
-    cells: list[str] = []
+    cells = []
     differs = False
     for seq, call in zip(get_parts(row, "seq"), get_parts(row, "calls"), strict=False):
         if call is None:
@@ -281,14 +283,16 @@ def _format_value(value: object) -> str:
         return ""
     if not isinstance(value, (list, tuple)):
         return clean_text(value)
-    parts: list[str] = []
+    parts = []
     for part in value:
-        is_list = isinstance(part, (list, tuple))
-        parts.append(f"[{', '.join(map(clean_text, part))}]" if is_list else clean_text(part))
+        if isinstance(part, (list, tuple)):
+            parts.append(f"[{', '.join(map(clean_text, part))}]")
+        else:
+            parts.append(clean_text(part))
     return " ".join(parts)
 
 
-def format_waits(document: Document) -> Iterator[str]:
+def format_waits(document: Document) -> Lines:
     """The ranks that wait: one line for each awaited rank and call."""
     for (awaited, group, seq), ranks in merge_waits(document):
         waits = "waits" if len(ranks) == 1 else "wait"
@@ -297,11 +301,9 @@ def format_waits(document: Document) -> Iterator[str]:
         )
 
 
-def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]]]:
-    """The awaited rank, the group's name to show and the number of each awaited call, with the
-    ranks that wait there; sorted.
-    """
-    waiters: dict[tuple[int, str, int], set[int]] = {}
+def merge_waits(document: Document) -> list[tuple[AwaitedCall, set[int]]]:
+    """Each awaited call, with the group's name to show, and the ranks that wait there; sorted."""
+    waiters: dict[AwaitedCall, set[int]] = {}
     for wait in get_parts(document, "waits"):
         call = (wait.get("for", -1), clean_member(wait, "group", ""), wait.get("seq", 0))
         waiters.setdefault(call, set()).add(wait.get("rank", -1))
@@ -317,7 +319,7 @@ def _show_group(document: Document, name: str) -> str:
     return name_group(group) if name == clean_member(group, "name") else name
 
 
-def format_devices(document: Document) -> Iterator[str]:
+def format_devices(document: Document) -> Lines:
     """The devices' progress: one line for all ranks of a group in the same position."""
     ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
     for device in get_parts(document, "device"):
@@ -337,7 +339,7 @@ def format_devices(document: Document) -> Iterator[str]:
         )
 
 
-def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
     """The states of the culprits' processes, or how they ended."""
     for process in get_parts(document, "processes"):
         text = f"rank {process.get('rank')}: process {process.get('pid', '?')}"
@@ -365,7 +367,7 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
             yield from _format_flight_file(process["flight_file"])
 
 
-def _format_flight_file(document: Document) -> Iterator[str]:
+def _format_flight_file(document: Document) -> Lines:
     """The calls that had timed out, or else those that had not completed; then the file's path."""
     calls = get_parts(document, "calls")
     timed_out = [call for call in calls if call.get("timed_out")]
@@ -386,19 +388,19 @@ def _format_flight_file(document: Document) -> Iterator[str]:
     yield from wrap_text(file, indent="  ")
 
 
-def format_stacks(document: Document, paint: Paint, full: bool) -> Iterator[str]:
+def format_stacks(document: Document, paint: Paint, full: bool) -> Lines:
     """The stacks in the document's order (culprits first), with the innermost frame on top; failed
     samples with their remedy.
     """
     culprits = set(get_parts(document, "culprits"))
-    blocks: list[Iterator[str]] = []
+    blocks = []
     omitted_count = 0
     for entry in get_parts(document, "stacks"):
         # Threads without user code, other than the main one, such as those of a pool.
         frames = get_parts(entry, "frames")
+        is_foldable = not full and not entry.get("error") and bool(frames)
         is_named = entry.get("thread") not in (None, "MainThread")
-        only_library = bool(frames) and all(map(is_library_frame, frames))
-        if not full and not entry.get("error") and is_named and only_library:
+        if is_foldable and is_named and all(map(is_library_frame, frames)):
             omitted_count += 1
             continue
         role = ""
@@ -414,7 +416,7 @@ def format_stacks(document: Document, paint: Paint, full: bool) -> Iterator[str]
 
 def format_stack(
     entry: Document, paint: Paint = PLAIN_PAINT, role: str = "", full: bool = False
-) -> Iterator[str]:
+) -> Lines:
     """One stack. User frames are bold and marked with ``>``; library frames are dim and, unless
     ``full``, folded.
     """
@@ -426,11 +428,11 @@ def format_stack(
     for in_library, frames in itertools.groupby(get_parts(entry, "frames"), is_library_frame):
         run = list(frames)
         if in_library:
-            shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
-            for frame in shown:
+            is_folded = not full and len(run) > _MAX_LIBRARY_RUN
+            for frame in run[:1] if is_folded else run:
                 yield paint.dim(_format_frame(frame, "  "))
-            if len(shown) < len(run):
-                yield paint.dim(f"    … {len(run) - len(shown)} more frames of libraries")
+            if is_folded:
+                yield paint.dim(f"    … {len(run) - 1} more frames of libraries")
             continue
         for frame in run:
             yield paint.bold(_format_frame(frame, "> "))
@@ -443,17 +445,16 @@ def is_library_frame(frame: Document) -> bool:
     return is_library(str(frame.get("file", "")))
 
 
-def merge_equal_stacks(entries: Iterable[Document]) -> list[dict[str, Any]]:
+def merge_equal_stacks(entries: Iterable[Document]) -> list[JsonObject]:
     """Merges equal stacks of several ranks into one entry with all their ranks, in the order of
     their first appearance.
     """
-    merged: dict[tuple[object, ...], dict[str, Any]] = {}
+    merged: dict[tuple[object, ...], JsonObject] = {}
     for entry in entries:
-        frames = tuple(
-            (f.get("function"), f.get("file"), f.get("line")) for f in get_parts(entry, "frames")
-        )
-        key = (entry.get("thread"), entry.get("source"), entry.get("error"), frames)
-        first = merged.setdefault(key, {**entry, "ranks": []})
+        key = [entry.get("thread"), entry.get("source"), entry.get("error")]
+        for frame in get_parts(entry, "frames"):
+            key += [frame.get("function"), frame.get("file"), frame.get("line")]
+        first = merged.setdefault(tuple(key), {**entry, "ranks": []})
         first["ranks"] = sorted({*first["ranks"], *get_parts(entry, "ranks")})
     return list(merged.values())
 
@@ -483,7 +484,7 @@ def describe_observation(observation: Observation) -> str:
     return f"{name} of {about} went from {observation.before} to {observation.now}"
 
 
-def format_hardware(document: Document) -> Iterator[str]:
+def format_hardware(document: Document) -> Lines:
     """The reports of an incident's hosts: one line for each observation, and one for each source
     that could not be read.
     """

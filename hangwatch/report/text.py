@@ -94,12 +94,16 @@ def clean_document(value: Any) -> Any:
 
 def truncate_end(text: str, width: int) -> str:
     """`text` cut at its end to `width` columns."""
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+    if len(text) <= width:
+        return text
+    return text[: max(0, width - 1)] + "…"
 
 
 def truncate_start(text: str, width: int) -> str:
     """`text` cut at its start to `width` columns, for paths, whose end is more specific."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    if len(text) <= width:
+        return text
+    return "…" + text[len(text) - width + 1 :]
 
 
 def format_age(seconds: float) -> str:
@@ -142,7 +146,9 @@ def name_ranks(ranks: Iterable[int] | None) -> str:
 def abbreviate_list(items: Sequence[object], limit: int) -> str:
     """``a, b and 3 more``: the first ``limit`` items, and how many others there are."""
     text = ", ".join(map(clean_text, items[:limit]))
-    return f"{text} and {len(items) - limit} more" if len(items) > limit else text
+    if len(items) > limit:
+        text += f" and {len(items) - limit} more"
+    return text
 
 
 def group_name(name: object, desc: object = None) -> str:
@@ -161,7 +167,9 @@ def resolve_root_rank(root: object, ranks: Sequence[int]) -> object:
     """The global rank of a root, which torch reports as an index in the group; unchanged if it is
     not a valid index.
     """
-    return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else root
+    if isinstance(root, int) and 0 <= root < len(ranks):
+        return ranks[root]
+    return root
 
 
 def wrap_text(text: object, indent: str = "") -> list[str]:

@@ -50,7 +50,7 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
     the index at which the next read starts.
     """
     table = reader.checks
-    entries: list[CheckEntry] = []
+    entries = []
     while table.count:
         stamp = reader.read_stamp(table, from_index)
         if stamp > from_index + 1:

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
+from hangwatch.model.calls import UNKNOWN_OP, JsonObject, Signature, Site, StreamKind, decode_fields
 from hangwatch.model.groups import DeviceCounters, Group, pack_ranks, unpack_ranks
 
 from . import layout
@@ -18,7 +18,6 @@ from .layout import HEADER_SIZE, LiveWord, RingError, Table
 # A part that keeps changing is read at most this many times.
 READ_ATTEMPTS = 8
 
-JsonObject = dict[str, Any]
 Record = tuple[int, ...]  # unpacked with the format of `layout.RECORDS`
 # Indices of the fields of a record.
 STAMP, ENTERED_NS, DONE_NS, SEQ, CHAIN, COMPLETED = range(6)
@@ -39,8 +38,8 @@ class StreamDescription:
     group: Group
     # A global rank, or a number in a foreign group; `ANY_SOURCE`; `encode_invalid_peer` of an argument that
     # is neither; None: a stream of collectives
-    peer: int | None
-    tag: int | None
+    peer: int | None = None
+    tag: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ class RingParts:
         *positions, self.pid, _, self.start_ticks = numbers
         # The loss table has a slot for each slot of the first table.
         positions += [self.read_live_word(LiveWord.LOSSES), positions[1]]
-        tables: list[Table] = []
+        tables = []
         for known in (*layout.HEADER_TABLES, layout.LOSSES):
             table = Table(positions.pop(0), positions.pop(0), known.slot)
             if table.offset < HEADER_SIZE or table.count < 1 or table.end > file_size:
@@ -112,7 +111,7 @@ class RingParts:
 
     def read_device_entries(self) -> tuple[DeviceEntry, ...]:
         """The entries in the order of their creation, without those that are being written."""
-        entries: list[DeviceEntry] = []
+        entries = []
         for slot in range(layout.DEVICES.count):
             values = self._read_locked(layout.DEVICES, slot)
             if values is None:
@@ -251,34 +250,19 @@ def encode_description(
 def parse_description(raw: bytes) -> StreamDescription | None:
     """The description of a stream; None if it is malformed."""
     data = parse_object(raw) or {}
-    peer = data.get("peer")
-    tag = data.get("tag")
+    data["world_size"] = data.get("world", 0)
     try:
-        group = Group(
-            name=str(data["name"]),
-            desc=str(data["desc"]),
-            ranks=unpack_ranks(str(data["ranks"])),
-            backend=str(data.get("backend", "")),
-            generation=int(data.get("generation", 1)),
-            world_size=int(data.get("world", 0)),
-            foreign=str(data.get("foreign", "")),
-            number=int(data.get("number", -1)),
-        )
-        return StreamDescription(
-            kind=StreamKind(data["kind"]),
-            group=group,
-            peer=None if peer is None else int(peer),
-            tag=None if tag is None else int(tag),
-        )
+        kind = StreamKind(data["kind"])
+        ranks = unpack_ranks(str(data["ranks"]))
+        group = Group(ranks=ranks, **decode_fields(Group, data))
+        return StreamDescription(kind=kind, group=group, **decode_fields(StreamDescription, data))
     except MALFORMED_ERRORS:
         return None
 
 
 def parse_site(data: JsonObject | None) -> Site | None:
     """A call site; None if it is lost or malformed."""
-    if not data:
-        return None
     try:
-        return Site(file=str(data["file"]), line=int(data["line"]), function=str(data["function"]))
+        return Site(**decode_fields(Site, data or {}))
     except MALFORMED_ERRORS:
         return None

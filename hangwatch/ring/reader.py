@@ -6,12 +6,12 @@ The position of a stream is in the stream table, as of the recorder's last poll,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, decode_signature
+from hangwatch.model.calls import Call, JsonObject, Loss, LossReason, Signature, Site, decode_fields
 
 from . import layout, parts
 from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
@@ -28,6 +28,7 @@ _CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAMS.slot.size
 _CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSSES.slot.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
+_MAX_LAST_CALLS = 64  # of each stream of a rank that has exited
 _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
 
 Interned = TypeVar("Interned")
@@ -74,7 +75,7 @@ DeviceEntries = tuple[parts.DeviceEntry, ...]
 class RingSnapshot:
     """The content of a ring at one moment, without its calls. Times are ages in seconds."""
 
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: JsonObject = field(default_factory=dict)
     lifecycle: int = 0
     step: int | None = None
     pulse_s: float = 0.0
@@ -83,8 +84,8 @@ class RingSnapshot:
     phase_limit_s: float | None = None
     dropped: int = 0
     streams: StreamStates = ()
-    exception: dict[str, Any] | None = None  # the one that ended the program
-    handled_exception: dict[str, Any] | None = None  # the one that a waiting thread is handling
+    exception: JsonObject | None = None  # the one that ended the program
+    handled_exception: JsonObject | None = None  # the one that a waiting thread is handling
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: DeviceEntries = ()
@@ -257,7 +258,7 @@ class RingReader(parts.RingParts):
             has_changed |= chunk.dormant is not None
             chunk.content = content
             chunk.dormant = None
-            states: list[StreamState] = []
+            states = []
             first = number * _CHUNK_SLOTS
             for slot in range(first, min(first + _CHUNK_SLOTS, slot_count)):
                 try:
@@ -340,7 +341,7 @@ class RingReader(parts.RingParts):
     def read_signature(self, number: int) -> Signature:
         """The signature of a record; `LOST_SIGNATURE` if it is overwritten or malformed."""
         return self._read_known(
-            self._known_signatures, self.signatures, number, decode_signature, parts.LOST_SIGNATURE
+            self._known_signatures, self.signatures, number, Signature, parts.LOST_SIGNATURE
         )
 
     def _read_known(
@@ -348,7 +349,7 @@ class RingReader(parts.RingParts):
         known: dict[int, Interned],
         table: layout.Table,
         number: int,
-        decode: Callable[[dict[str, Any]], Interned],
+        kind: type[Interned],
         lost: Interned,
     ) -> Interned:
         """The signature or site with this number, which is decoded once."""
@@ -360,16 +361,16 @@ class RingReader(parts.RingParts):
         if len(known) >= _MAX_KNOWN:
             known.clear()
         try:
-            known[number] = decode(data)
+            known[number] = kind(**decode_fields(kind, data))
         except parts.MALFORMED_ERRORS:
             known[number] = lost
         return known[number]
 
     def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
         """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        found: Site | None = None
+        found = None
         if site:
-            found = self._read_known(self._known_sites, self.sites, site, parts.parse_site, None)
+            found = self._read_known(self._known_sites, self.sites, site, Site, None)
         return Call(seq=seq, signature=self.read_signature(signature), site=found, **fields)
 
     def read_calls(
@@ -399,12 +400,12 @@ class RingReader(parts.RingParts):
         calls.reverse()
         return calls
 
-    def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
+    def read_last_calls(self, now_ns: int) -> dict[int, list[Call]]:
         """The last calls of each stream by uid, oldest first, in one pass, for an exited rank."""
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
-            if len(calls) < max_calls or record[FLAGS] & _RETRACTED:
+            if len(calls) < _MAX_LAST_CALLS or record[FLAGS] & _RETRACTED:
                 self._add_older_call(calls, record, now_ns)
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
 
@@ -451,15 +452,15 @@ class RingReader(parts.RingParts):
         written = self.count_records()
         from_index = max(0, from_index)
         first_index = max(0, from_index - _RETRACTION_WINDOW)
-        records: list[Record] = []
-        retracted: dict[int, tuple[int, int]] = {}
+        records = []
+        retracted = {}
         for record in self.read_records(first_index, written):
             if record[FLAGS] & _RETRACTED:
                 retracted[record[STAMP] - 1] = record[UID], record[SEQ]
             elif record[STAMP] > from_index:
                 records.append(record)
         chains: dict[int, dict[int, int]] = {}
-        newest_signatures: dict[int, int] = {}
+        newest_signatures = {}
         first_concurrent: dict[int, int] = {}
         for record in records:
             uid = record[UID]

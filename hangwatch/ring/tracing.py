@@ -42,11 +42,11 @@ def read_trace(
     entries = [reader.read_entry(index, now_ns) for index in range(first, written)]
     _bound_durations(entries)
     calls: list[RecordEntry] = []
-    other_ops: set[str] = set()
+    other_ops = set()
     missed = max(0, first - from_index)
     position = 0
     has_more = False
-    for position, entry in enumerate(entries):
+    for entry in entries:
         may_wait = not is_last and len(entries) - position < reader.record_capacity // 4
         if entry is None:
             if may_wait:
@@ -56,12 +56,12 @@ def read_trace(
             break
         elif op and entry.call.signature.op != op:
             other_ops.add(entry.call.signature.op)
-        elif has_more := len(calls) >= max_calls:
+        elif len(calls) >= max_calls:
+            has_more = True
             break
         else:
             calls.append(entry)
-    else:
-        position = len(entries)
+        position += 1
     return TraceBatch(
         next_index=max(first + position, from_index),
         missed=missed,
@@ -83,15 +83,14 @@ def _bound_durations(entries: Sequence[RecordEntry | None]) -> None:
     unfinished_by_stream: dict[int, list[RecordEntry]] = {}
     for entry in filter(None, entries):
         entry.within_s = entry.call.duration_s
-        completed: list[RecordEntry] = []
-        if (previous := blocking_by_thread.pop(entry.call.thread, None)) is not None:
+        completed = []
+        previous = blocking_by_thread.pop(entry.call.thread, None)
+        if previous is not None:
             completed.append(previous)
         if entry.call.blocking:
             blocking_by_thread[entry.call.thread] = entry
         unfinished = unfinished_by_stream.setdefault(entry.uid, [])
-        while (
-            unfinished and entry.completed is not None and unfinished[0].call.seq <= entry.completed
-        ):
+        while unfinished and unfinished[0].call.seq <= (entry.completed or 0):
             completed.append(unfinished.pop(0))
         unfinished.append(entry)
         for call in completed:

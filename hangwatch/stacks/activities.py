@@ -64,10 +64,8 @@ class ActivityKind:
         """Whether ``other``, a thread of the same process or of a child, may end the wait."""
         is_child = other.pid is not None
         can_end_wait = self.waits_for_child if is_child else self.waits_for_thread
-        if not can_end_wait:
-            return False
-        if not self.file_pattern:
-            return True
+        if not can_end_wait or not self.file_pattern:
+            return can_end_wait
         return is_in_file(other, self.file_pattern)
 
 
@@ -88,8 +86,9 @@ class Activity:
         phrase = self.inside.phrase
         if self.waits or not phrase:
             return f"{self.waits.phrase} {phrase}".strip()
-        predicate = phrase.removeprefix("while it ")
-        return predicate if predicate != phrase else f"is {phrase}"
+        if phrase.startswith("while it "):
+            return phrase.removeprefix("while it ")
+        return f"is {phrase}"
 
     @property
     def advice(self) -> str:
@@ -99,7 +98,8 @@ class Activity:
     @property
     def may_take_long(self) -> bool:
         """Whether the advice is on something that may take long in a healthy job."""
-        return self.inside.may_take_long if self.inside.advice else self.waits.may_take_long
+        kind = self.inside if self.inside.advice else self.waits
+        return kind.may_take_long
 
 
 # Longer names are of no module that the tables know, and could take long to match.
@@ -228,20 +228,12 @@ STORE_KEY = ActivityKind(
     waits_for_rank=True,
     needs_rank=True,
 )
-_RENDEZVOUS = ActivityKind(
+_RENDEZVOUS = replace(
+    STORE_KEY,
     phrase="waits for other ranks in a rendezvous",
     advice="Look for the ranks that have not come to it.",
-    is_external=True,
-    waits_for_rank=True,
-    needs_rank=True,
 )
-_BARRIER = ActivityKind(
-    phrase="waits at a barrier",
-    advice="Look for the ranks that have not come to it.",
-    is_external=True,
-    waits_for_rank=True,
-    needs_rank=True,
-)
+_BARRIER = replace(_RENDEZVOUS, phrase="waits at a barrier")
 SLEEP = ActivityKind(
     phrase="sleeps",
     advice="If it polls for something, that has not happened: check it, and limit the loop.",
@@ -255,26 +247,17 @@ DEVICE = ActivityKind(
         " for an event; and at the GPU itself (nvidia-smi, dmesg)."
     ),
 )
-_RPC_REPLY = ActivityKind(
-    phrase="waits for the reply of another rank",
-    advice="Look at what the worker that it calls does, and give the call a timeout.",
-    waits_for_rank=True,
-    needs_rank=True,
-    awaits_remote_call=True,
-)
 _FUTURE = ActivityKind(
     phrase="waits for a Future or Work object of torch",
     advice="If a remote call is to set its value, look at what the called worker does.",
     waits_for_rank=True,
     awaits_remote_call=True,
 )
-_EVENT_LOOP = ActivityKind(
-    phrase="waits in its event loop",
-    advice="Look for the task that does not finish.",
-    waits_for_rank=True,
-    may_transfer=True,
-    may_be_idle=True,
-    awaits_requests=True,
+_RPC_REPLY = replace(
+    _FUTURE,
+    phrase="waits for the reply of another rank",
+    advice="Look at what the worker that it calls does, and give the call a timeout.",
+    needs_rank=True,
 )
 _INPUT_OUTPUT = ActivityKind(
     phrase="waits for input or output",
@@ -282,6 +265,11 @@ _INPUT_OUTPUT = ActivityKind(
     may_transfer=True,
     may_be_idle=True,
     awaits_requests=True,
+)
+_EVENT_LOOP = replace(
+    _INPUT_OUTPUT,
+    phrase="waits in its event loop",
+    advice="Look for the task that does not finish.",
 )
 _DATALOADER_BATCH = ActivityKind(
     phrase="waits for a batch of its DataLoader",
@@ -434,8 +422,10 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
         waits = outer or waits
     if not waits and not stack.active:
         text = stack.frames[0].text or ""
-        matches = (kind for line, kind in _TEXT_TABLE if re.search(line, text, re.IGNORECASE))
-        waits = next(matches, NOTHING_KNOWN)
+        for pattern, kind in _TEXT_TABLE:
+            if re.search(pattern, text, re.IGNORECASE):
+                waits = kind
+                break
     inside = NOTHING_KNOWN
     for frame in stack.frames:
         inside = _match_rows(_INSIDE_TABLE, frame)

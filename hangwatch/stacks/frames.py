@@ -122,11 +122,10 @@ def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 def find_lines(stack: ThreadStack | None) -> tuple[tuple[str, str, int], ...]:
     """The file, the function and the line of each of a thread's Python frames."""
-    return tuple(
-        (frame.file, frame.function, frame.line)
-        for frame in (stack.frames if stack is not None else ())
-        if not _is_native(frame.file)
-    )
+    if stack is None:
+        return ()
+    frames = [frame for frame in stack.frames if not _is_native(frame.file)]
+    return tuple((frame.file, frame.function, frame.line) for frame in frames)
 
 
 def is_installed_frame(frame: Frame) -> bool:

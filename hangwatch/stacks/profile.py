@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, Frames, Place
 
 from .frames import is_library
 
@@ -25,7 +25,7 @@ _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DO
 
 Item = TypeVar("Item")
 # Frames from the outermost inwards, and the number of samples.
-CountedStack = tuple[tuple[Frame, ...], int]
+CountedStack = tuple[Frames, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     """Reads py-spy's raw format with thread names: ``thread (ID): NAME;FRAME;…;FRAME COUNT``. Raises
     ValueError for anything else.
     """
-    samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
+    samples: dict[tuple[str, str], Counter[Frames]] = {}
 
     @functools.cache
     def parse_frame(part: str) -> Frame | None:
@@ -86,7 +86,7 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
             raise ValueError(f"not a line of samples: {line[:100]!r}")
         stacks = samples.setdefault((match["id"], match["name"] or ""), Counter())
         stacks[frames] += int(count)
-    threads: list[ThreadProfile] = []
+    threads = []
     for (thread_id, name), stacks in samples.items():
         if name == RECORDER_THREAD_NAME:  # This thread is not part of the job.
             continue
@@ -103,9 +103,9 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     # The rarest stacks are dropped if all of them have too many frames.
     remaining_frames = MAX_PROFILE_FRAMES
     dropped_samples = 0
-    limited: list[ThreadProfile] = []
+    limited = []
     for thread in threads:
-        kept: list[CountedStack] = []
+        kept = []
         for frames, sample_count in thread.stacks:  # The most frequent stack is first.
             remaining_frames -= len(frames)
             if remaining_frames < 0:
@@ -131,7 +131,7 @@ def pack_profile(profile: Profile) -> str:
         stacks = [[index_items(table, frames), count] for frames, count in thread.stacks]
         threads.append({"thread": thread.thread, "main": thread.is_main, "stacks": stacks})
     document = {
-        "frames": [[frame.function, frame.file, frame.line] for frame in table],
+        "frames": [frame.place for frame in table],
         "threads": threads,
         "dropped": profile.dropped_samples,
     }
@@ -146,9 +146,9 @@ def unpack_profile(text: str) -> Profile:
             Frame(function=str(function), file=str(file), line=int(line))
             for function, file, line in document["frames"]
         ]
-        threads: list[ThreadProfile] = []
+        threads = []
         for thread in document["threads"]:
-            stacks: list[CountedStack] = []
+            stacks = []
             for indices, count in thread["stacks"]:
                 if any(index < 0 for index in indices):
                     raise ValueError("a frame has a negative index")
@@ -175,13 +175,12 @@ def make_speedscope_document(
 
     Format: https://www.speedscope.app/file-format-schema.json
     """
-    table: dict[tuple[str, str, int], int] = {}
-    documents: list[dict[str, object]] = []
+    table: dict[Place, int] = {}
+    documents = []
     for label, stacks in profiles:
-        samples: list[list[int]] = []
+        samples = []
         for frames, _ in stacks:
-            keys = [(frame.function, frame.file, frame.line) for frame in frames]
-            samples.append(index_items(table, keys))
+            samples.append(index_items(table, [frame.place for frame in frames]))
         document = {
             "type": "sampled",
             "name": label,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.ranks import Frame
+from hangwatch.model.ranks import Frame, Frames, Place, Ranks
 
 from .frames import is_library
 from .profile import CountedStack
@@ -32,11 +32,11 @@ RankedStack = tuple[Sequence[int], Sequence[Frame]]
 class Branch:
     """Frames that the same ranks are in, outermost first, and where the ranks differ."""
 
-    frames: tuple[Frame, ...]
-    ranks: tuple[int, ...]
+    frames: Frames
+    ranks: Ranks
     branches: tuple[Branch, ...] = ()
 
-    def iter_frame_runs(self) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
+    def iter_frame_runs(self) -> Iterator[tuple[bool, Frames]]:
         """The frames in runs of the user's code (True) and of libraries."""
         for in_library, run in itertools.groupby(self.frames, lambda f: is_library(f.file)):
             yield not in_library, tuple(run)
@@ -46,7 +46,7 @@ class Branch:
 class _PrefixTreeNode:
     frame: Frame
     ranks: set[int] = field(default_factory=set)
-    children: dict[tuple[str, str, int], _PrefixTreeNode] = field(default_factory=dict)
+    children: dict[Place, _PrefixTreeNode] = field(default_factory=dict)
 
 
 def merge_stacks(stacks: Iterable[RankedStack]) -> tuple[Branch, ...]:
@@ -55,19 +55,19 @@ def merge_stacks(stacks: Iterable[RankedStack]) -> tuple[Branch, ...]:
     for ranks, frames in stacks:
         node = root
         for frame in reversed(frames):
-            key = (frame.function, frame.file, frame.line)
-            child = node.children.get(key)
+            child = node.children.get(frame.place)
             if child is None:
-                child = node.children[key] = _PrefixTreeNode(frame)
+                child = node.children[frame.place] = _PrefixTreeNode(frame)
             child.ranks.update(ranks)
             node = child
     return _build_branches(root)
 
 
 def _build_branches(node: _PrefixTreeNode) -> tuple[Branch, ...]:
-    branches: list[Branch] = []
+    branches = []
     for child in node.children.values():
-        frames, last = [child.frame], child
+        frames = [child.frame]
+        last = child
         while len(last.children) == 1:
             (only_child,) = last.children.values()
             if only_child.ranks != last.ranks:
@@ -135,7 +135,7 @@ def build_call_tree(stacks: Iterable[CountedStack]) -> tuple[FunctionTime, ...]:
     become one node, with the function that the user called: the outermost of them that is not just
     the wrapper of a decorator.
     """
-    paths: list[_CallPath] = []
+    paths = []
     sample_count = 0
     for frames, samples in stacks:
         sample_count += samples
@@ -158,7 +158,7 @@ def _build_nodes(
         if depth < len(path.steps):
             frame, is_in_library = path.steps[depth]
             groups.setdefault((frame.function, frame.file, is_in_library), []).append(path)
-    nodes: list[FunctionTime] = []
+    nodes = []
     for (function, file, is_in_library), inside in groups.items():
         samples = own_samples = 0
         lines: Counter[int] = Counter()
@@ -226,8 +226,8 @@ def layout_bars(
     stacks: Iterable[CountedStack], x: float, total: int, min_width: float
 ) -> list[ProfileBar]:
     """The bars of a flame graph from ``x`` on, without those narrower than ``min_width``."""
-    bars: list[ProfileBar] = []
-    ordered = sorted(stacks, key=lambda stack: [(f.function, f.file, f.line) for f in stack[0]])
+    bars = []
+    ordered = sorted(stacks, key=lambda stack: [frame.place for frame in stack[0]])
     to_lay_out = [(ordered, x, 0)]
     while to_lay_out:  # A recursion could be deeper than Python's own limit allows.
         level_stacks, left, depth = to_lay_out.pop()

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hangwatch.model.hardware import Observation, Weight
-from hangwatch.model.xids import XidAction, find_xid
+from hangwatch.model.hardware import Observation, Weight, XidAction, find_xid
 
 from .host import Host, SourceUnavailableError
 

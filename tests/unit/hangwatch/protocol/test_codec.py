@@ -82,9 +82,10 @@ def test_reply_has_as_many_commands_as_are_remembered() -> None:
         {"commands": 1},
         {"commands": [1]},
         {"commands": [{"kind": "calls", "key": "1-1"}]},
+        {"commands": [{"id": "a", "key": "1-1"}]},
         {"commands": [{"id": "a", "kind": "unknown", "key": "1-1"}]},
     ],
 )
 def test_malformed_reply_is_rejected(data: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((KeyError, TypeError, ValueError)):
         decode_reply(data)
