@@ -15,7 +15,8 @@ from dataclasses import replace
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.stacks.activities import find_calling_thread
 
-from ..system.native_code import CodeMap, is_in_driver
+from ..system.native_code import is_in_driver
+from ..system.processes import read_mappings
 from .pyspy import PySpy, PySpyError, ThreadPlace
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
@@ -42,14 +43,14 @@ def mark_device_hold(
 
 
 def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int | None:
-    code = CodeMap.read(pid, pyspy.proc)
+    mappings = read_mappings(pid, pyspy.proc)
     places: set[ThreadPlace] = set()
     readings: list[bool | None] = []
     for gap_s in _READING_GAPS_S:
         time.sleep(gap_s)
-        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        readings.append(is_in_driver(pid, tid, mappings, pyspy.proc))
         places.add(pyspy.read_place(pid, tid))
-        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        readings.append(is_in_driver(pid, tid, mappings, pyspy.proc))
         if False in readings or len(places) > 1:
             return 0
     if readings.count(None) > _MAX_FAILED_READINGS:

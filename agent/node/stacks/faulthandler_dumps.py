@@ -164,7 +164,7 @@ class _DumpingRank:
         if number is None:
             raise FaultStacksError("no signal was free for faulthandler")
         # A signal that is not caught would kill the process, and the stacks could go to another file.
-        status = processes.read_status(f"{self.pid}/task/{thread}", self.proc)
+        status = processes.read_fields(f"{self.proc}/{self.pid}/task/{thread}/status")
         bit = 1 << (number - 1)
         if not int(status.get("SigCgt", "0"), 16) & bit:
             raise FaultStacksError(

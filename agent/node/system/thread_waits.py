@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .processes import (
     PROC_ROOT,
     TICKS_PER_S,
+    read_fields,
     read_schedstat,
-    read_status,
     read_text,
     read_thread_stat,
 )
@@ -46,7 +46,7 @@ def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
     turns: dict[int, ThreadTurn] = {}
     for tid in map(int, os.listdir(f"{proc}/{pid}/task")):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
-            status = read_status(f"{pid}/task/{tid}", proc)
+            status = read_fields(f"{proc}/{pid}/task/{tid}/status")
             cpu_ns = read_schedstat(pid, tid, proc).cpu_ns
             if not cpu_ns:
                 ticks = read_thread_stat(pid, tid, proc).cpu_ticks
