@@ -16,21 +16,15 @@ from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
 from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, allows_abort
-from hangwatch.protocol.heartbeat import (
-    COMMANDS_PATH,
-    AbortReply,
-    CallsReply,
-    HardwareReply,
-    StackReply,
-)
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, AbortReply, CallsReply, StackReply
 from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient
 from ..discovery.watched import WatchedProcess, list_live_pids
-from ..hardware.monitor import HardwareMonitor, HardwareOrder
+from ..hardware.monitor import HardwareMonitor, HardwareOrder, refuse_reading
 from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
-from ..stacks.sampler import SampleOrder, StackSampler
+from ..stacks.sampler import SampleOrder, StackSampler, make_stack_reply
 from ..system.runtime import AgentLog
 from .recordings import RecordingOrder, RecordingWorker
 from .traces import UNKNOWN_PROCESS, TraceRequests
@@ -74,15 +68,12 @@ class CommandExecutor:
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
-            order = HardwareOrder(
-                pids=list_live_pids(watched.values()),
-                key=command.key,
-                request_id=command.id,
-                onset_ns=now_ns - int(command.since_s * 1e9),
-            )
+            pids = list_live_pids(watched.values())
+            onset_ns = now_ns - int(command.since_s * 1e9)
+            order = HardwareOrder(pids=pids, command=command, onset_ns=onset_ns)
             if not self.hardware.submit_order(order):
                 refused = UnavailableSource(source="all", reason="too many readings are queued")
-                reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
+                reply = refuse_reading(command, refused)
         elif command.stops:
             self.recordings.stop_recording(command.stops)
         else:
@@ -132,13 +123,7 @@ class CommandExecutor:
             problem = "too many stack dumps are queued on this node: try again later"
         if is_recording:
             return RecordingReply(key=command.key, request=command.id, error=problem)
-        return StackReply(
-            key=command.key,
-            request=command.id,
-            source="py-spy",
-            native=command.native,
-            error=problem,
-        )
+        return make_stack_reply(command, problem)
 
 
 def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -> CallsReply:
@@ -180,12 +165,10 @@ def make_sample_order(process: WatchedProcess, command: Command | None = None) -
                 if call.site:
                     newest_call += f" at {call.site}"
     return SampleOrder(
+        command=command,
         key=process.key,
         pid=process.pid,
         start_ticks=process.start_ticks,
-        request_id=command.id if command is not None else "",
-        native=command is not None and command.native,
-        device=command is not None and command.device,
         ring_path=process.ring.path if process.ring else None,
         registration=find_faulthandler_registration(process),
         callers=callers,
