@@ -8,7 +8,7 @@ import resource
 import secrets
 from dataclasses import dataclass, field
 
-from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
+from hangwatch.protocol.heartbeat import AgentCost, Heartbeat
 
 from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
@@ -43,7 +43,7 @@ class HeartbeatComposer:
         gone = list(self.watchlist.finished_keys)
         if is_last:
             gone += [key for key, process in watched.items() if process.exit is not None]
-        updates: dict[str, ProcessUpdate | None] = {}
+        updates = {}
         for key, process in watched.items():
             updates[key] = process.compose_update(now_ns)
         is_brief = False

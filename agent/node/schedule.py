@@ -225,7 +225,7 @@ class SteadinessCheck:
 
     def sample_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
         """Samples all processes. Returns True if one that was quiet in its last sample no longer is."""
-        samples: dict[str, _ProcessSample] = {}
+        samples = {}
         next_block_ns = _NEVER_NS
         has_urgent_changes = False
         for process in watched:

@@ -224,7 +224,7 @@ class WatchedProcess:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
-        view = self._make_view(self.identity, now_ns)
+        view = self._make_view(now_ns)
         fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
@@ -243,19 +243,20 @@ class WatchedProcess:
             self._record_unreadable(self.ring, error, now_ns)
             return None
 
-    def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
-        return updates.ProcessView(
+    def _make_view(self, now_ns: int) -> updates.ProcessView:
+        activity = self.activity
+        process = ProcessUpdate(
             key=self.key,
-            identity=identity,
-            snapshot=self.snapshot,
-            state=self.activity.state,
-            idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
-            cpu_s=round(self.activity.cpu_s, 2),
-            exit=self.exit,
-            exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
+            identity=self.identity,
+            state=activity.state,
+            idle_s=(now_ns - activity.last_busy_ns) / 1e9,
+            cpu_s=round(activity.cpu_s, 2),
+            ended=self.exit,
+            ended_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
             faults=tuple(self.faults.values()),
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
+        return updates.ProcessView(process=process, snapshot=self.snapshot)
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""

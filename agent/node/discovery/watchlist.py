@@ -66,7 +66,7 @@ class Watchlist:
         new_processes = self._scan_rings(now_ns)
         if now_ns >= self._next_sibling_scan_ns:
             self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
-            recorded: dict[int, ProcessIdentity] = {}
+            recorded = {}
             for process in self.watched.values():
                 process.update_unrecorded(now_ns)
                 known = process.identity
@@ -147,7 +147,7 @@ class Watchlist:
         for name in foreign_names:
             self.log.warn_once(f"{self.folder / name} is ignored: its name matches no process")
         self._removed_keys &= {file.key for file in files}
-        new_processes: list[WatchedProcess] = []
+        new_processes = []
         for file in files:
             known = self.watched.get(file.key)
             if known is not None and known.ring is None:
@@ -255,7 +255,7 @@ class SiblingFinder:
                 distinct[found.pid, found.numbers_tasks, job] = found
         self._launchers = launchers
         seen_ranks = set(known_ranks)
-        ranks: list[SiblingRank] = []
+        ranks = []
         for launcher in distinct.values():
             for child in processes.list_children(launcher.pid, self.proc):
                 if child in recorded:

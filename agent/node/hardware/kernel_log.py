@@ -109,7 +109,7 @@ def probe(host: Host) -> tuple[Observation, ...]:
         reason = f"{path} cannot be read: {error.strerror}"
         raise SourceUnavailableError(reason, f"mount {path} into the container") from None
     now_s = host.uptime_s()
-    found: list[Observation] = []
+    found = []
     for line in log.decode(errors="replace").splitlines():
         head, separator, message = line.partition(";")
         fields = head.split(",")  # priority, sequence number, microseconds since the host started

@@ -114,7 +114,7 @@ class Baselines:
                 baseline = earlier
         compared = baseline.observations if baseline is not None else ()
         values = {_get_key(observation): observation.now for observation in compared}
-        changes: list[Observation] = []
+        changes = []
         for observation in reading.observations:
             before = values.get(_get_key(observation))
             has_changed = before is not None and before != observation.now

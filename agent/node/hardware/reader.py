@@ -97,7 +97,7 @@ class ReaderProcess:
         """Reads these sources. Those that may block have one time limit together."""
         give_up_at = time.monotonic() + TIME_LIMIT_S
         results: list[SourceResult] = []
-        blocking: list[Source] = []
+        blocking = []
         for source in sources:
             if source.may_block:
                 try:

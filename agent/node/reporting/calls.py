@@ -207,7 +207,7 @@ class ProcessTally:
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""
-        parts: list[heartbeat.StreamPerformance] = []
+        parts = []
         for uid, stream in self._streams.items():
             if not stream.totals_by_class:
                 continue
@@ -310,7 +310,7 @@ class CallLog:
     def add_records(self, records: Iterable[Record]) -> None:
         """Adds new records in the order in which they were written."""
         pack = _ENTRY.pack
-        packed: list[bytes] = []
+        packed = []
         for record in records:
             _, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_ = record
             packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
@@ -332,7 +332,7 @@ class CallLog:
         self, reader: RingReader, now_ns: int, uid: int, first: int, last: int, step: int
     ) -> list[Call]:
         """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
-        calls: list[Call] = []
+        calls = []
         for entry in _ENTRY.iter_unpack(self._entries):
             seq, chain, entered_ns, entry_uid, signature, site, thread, flags = entry
             if entry_uid == uid and first <= seq <= last and seq % step == 0:

@@ -315,7 +315,7 @@ class AbortTracker:
 
     def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> list[AbortReply]:
         """The replies for the signalled processes that have ended or whose time is up."""
-        replies: list[AbortReply] = []
+        replies = []
         for key, (request, since_ns) in list(self._signalled.items()):
             process = watched.get(key)
             exit_info = process.exit if process is not None else None

@@ -17,7 +17,7 @@ from hangwatch.stacks.activities import find_calling_thread
 
 from ..system.native_code import is_in_driver
 from ..system.processes import read_mappings
-from .pyspy import PySpy, PySpyError, ThreadPlace
+from .pyspy import PySpy, PySpyError
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
 _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
@@ -44,8 +44,8 @@ def mark_device_hold(
 
 def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int | None:
     mappings = read_mappings(pid, pyspy.proc)
-    places: set[ThreadPlace] = set()
-    readings: list[bool | None] = []
+    places = set()
+    readings = []
     for gap_s in _READING_GAPS_S:
         time.sleep(gap_s)
         readings.append(is_in_driver(pid, tid, mappings, pyspy.proc))

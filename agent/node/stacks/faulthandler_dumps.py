@@ -217,7 +217,7 @@ class _DumpingRank:
 
     def _describe_holders(self, candidates: Sequence[int]) -> str:
         """The place in the kernel of the thread that keeps the GIL, or of several that may."""
-        texts: list[str] = []
+        texts = []
         for tid in sorted(candidates, key=lambda tid: tid != self.pid)[:3]:
             name = "the main thread" if tid == self.pid else f"thread {tid}"
             texts.append(f"{name} is {thread_waits.describe_wait(self.pid, tid, self.proc)}")
@@ -240,7 +240,7 @@ def parse_stacks(
             "this Python runs without the GIL: to read its stacks from inside, all threads would"
             " have to stop"
         )
-    stacks: list[ThreadStack] = []
+    stacks = []
     for line in text.splitlines():
         if header := _THREAD_HEADER_RE.match(line):
             _, number, name = header.groups()

@@ -82,7 +82,7 @@ class PySpy:
             threads = self._dump_undisturbed(pid)
             if threads is not None:
                 return threads
-        options: list[str] = []
+        options = []
         if native:
             options.append("--native")
         elif is_stopped or nonblocking:
@@ -234,7 +234,7 @@ def parse_place(output: bytes, tid: int) -> ThreadPlace:
                 own_tid = thread["pid"]
             if own_tid != tid:
                 continue
-            frames: list[_FramePlace] = []
+            frames = []
             for frame in thread["frames"][:_MAX_FRAMES]:
                 variables = [(v["name"], v["addr"], v["repr"]) for v in frame["locals"] or ()]
                 line = (str(frame["filename"]), str(frame["name"]), int(frame["line"]))
@@ -247,7 +247,7 @@ def parse_place(output: bytes, tid: int) -> ThreadPlace:
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
     """The stacks in py-spy's JSON, main thread first. Raises PySpyError."""
-    stacks: list[ThreadStack] = []
+    stacks = []
     try:
         for thread in json.loads(output):
             tid = thread.get("os_thread_id")

@@ -230,7 +230,7 @@ def collect_child_stacks(
             -child.stat.start_ticks,
         )
     )
-    stacks: list[ThreadStack] = []
+    stacks = []
     for child in children[:MAX_CHILDREN]:
         stack = _read_stack(child, pyspy)
         if child.is_own:
@@ -320,7 +320,7 @@ def mark_callers(
     that is not the main thread must be the only other thread in the user's code.
     """
     marked = list(threads)
-    recencies: dict[int, int] = {}  # the keys are indices in `marked`
+    recencies = {}  # the keys are indices in `marked`
     by_tid = {caller.thread: recency for recency, caller in enumerate(callers)}
     for index, thread in enumerate(marked):
         tid = pid if thread.main else thread.tid
@@ -346,7 +346,7 @@ def add_source_text(
     on. The text may be wrong if a file was edited after it was loaded.
     """
     files: dict[str, list[str]] = {}
-    stacks: list[ThreadStack] = []
+    stacks = []
     for thread in threads:
         # The user's frame may be further out: a DataLoader or an import alone adds many frames.
         user_frame = find_innermost_user_frame(thread.frames)

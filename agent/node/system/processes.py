@@ -97,7 +97,7 @@ def read_io_bytes(pid: int, tid: int, proc: str) -> int:
 
 def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> tuple[ThreadStack, ...]:
     """The stacks with the CPU times of the threads whose ids are known and that have not ended."""
-    timed: list[ThreadStack] = []
+    timed = []
     for stack in stacks:
         tid = stack.tid or 0
         with contextlib.suppress(OSError, ValueError):

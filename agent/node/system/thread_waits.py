@@ -43,7 +43,7 @@ _NO_TURN = ThreadTurn()  # a thread that has just started
 
 def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
     """The turns of each thread of a process, by its id. Raises OSError if the process is gone."""
-    turns: dict[int, ThreadTurn] = {}
+    turns = {}
     for tid in map(int, os.listdir(f"{proc}/{pid}/task")):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
             status = read_fields(f"{proc}/{pid}/task/{tid}/status")
@@ -86,7 +86,7 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
             return []
     except OSError:  # the process has ended
         return []
-    candidates: list[int] = []
+    candidates = []
     for tid, turn in after.items():
         earlier = before.get(tid, _NO_TURN)
         sleeps = turn.sleeps - earlier.sleeps
