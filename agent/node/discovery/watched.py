@@ -39,7 +39,7 @@ MAX_SEQ = 1 << 63  # no sequence number is as high
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 # Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
 TORCH_IMPORT_S = 30.0
-_TORCH_LIBRARY = b"/torch/lib/libtorch"
+_TORCH_LIBRARY = "/torch/lib/libtorch"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,11 +162,6 @@ class WatchedProcess:
             reason = f"corrupt: {describe_error(error)}"
         self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
-    def handle_refusal(self) -> None:
-        """Keeps the server from refusing the other ranks of the host because of this process."""
-        self.is_left_out = self.is_refused
-        self.is_refused = True
-
     def update_unrecorded(self, now_ns: int) -> None:
         """Updates the reason why it has no ring."""
         if self.identity is None or self.ring is not None or self.exit is not None:
@@ -189,9 +184,7 @@ class WatchedProcess:
             return
         self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd)
         self.exited_at_ns = now_ns
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        self._close_pidfd()
         self.read_state(now_ns)
         self.is_flooded = False
         ring = self.snapshot
@@ -285,11 +278,11 @@ class WatchedProcess:
             for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
                 if call.seq <= last and call.seq % step == 0:
                     found[call.seq] = call
-            max_calls = reader.record_capacity
-            for call in reader.read_calls(
-                uid, now_ns, max_calls=max_calls, from_seq=first, to_seq=last, step=step
-            ):
-                found[call.seq] = call
+            most = reader.record_capacity
+            recorded = reader.read_calls(
+                uid, now_ns, max_calls=most, from_seq=first, to_seq=last, step=step
+            )
+            found.update({call.seq: call for call in recorded})
         except Exception:  # the ring is corrupt: `read_state` reports it
             return []
         return [found[seq] for seq in sorted(found)]
@@ -308,10 +301,16 @@ class WatchedProcess:
         self.history.rewind_cursor()
 
     def close(self) -> None:
+        self._close_pidfd()
+        self.reader = self.snapshot = None
+
+    def _close_pidfd(self) -> None:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        self.reader = self.snapshot = None
+
+
+WatchedByKey = Mapping[str, WatchedProcess]
 
 
 def list_live_pids(watched: Iterable[WatchedProcess]) -> tuple[int, ...]:
@@ -382,9 +381,8 @@ def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PRO
             return "HANGWATCH_DISABLE=1 is in its environment: remove it"
         if watched_s < TORCH_IMPORT_S:
             return ""
-        with open(f"{proc}/{pid}/maps", "rb") as maps:
-            if _TORCH_LIBRARY not in maps.read():
-                return ""
+        if _TORCH_LIBRARY not in processes.read_text(f"{proc}/{pid}/maps"):
+            return ""
         python = os.readlink(f"{proc}/{pid}/exe")
     except OSError:  # the process has ended
         return ""

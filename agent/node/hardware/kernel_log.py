@@ -5,6 +5,7 @@ The format of a record is that of Documentation/ABI/testing/dev-kmsg.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -146,7 +147,11 @@ def _attribute_xid(observation: Observation, groups: Mapping[str, str], host: Ho
     xid = find_xid(observation.now)
     if xid is None or xid.action not in (XidAction.CHECK_PROGRAM, XidAction.NONE):
         return observation
-    if xid.action is XidAction.CHECK_PROGRAM and groups["pid"] and _has_kernel_pids(host):
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(host.proc / "self/ns/pid")
+    has_kernel_pids = namespace == _INITIAL_PID_NAMESPACE  # process IDs here are those of the log
+    if xid.action is XidAction.CHECK_PROGRAM and groups["pid"] and has_kernel_pids:
         return replace(
             observation,
             what="program_xid",
@@ -154,11 +159,3 @@ def _attribute_xid(observation: Observation, groups: Mapping[str, str], host: Ho
             now=f"{observation.now} on {observation.about}",
         )
     return replace(observation, weight=Weight.HINT)
-
-
-def _has_kernel_pids(host: Host) -> bool:
-    """Whether process IDs here are those of the kernel log."""
-    try:
-        return os.readlink(host.proc / "self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False

@@ -117,9 +117,10 @@ class Baselines:
         changes = []
         for observation in reading.observations:
             before = values.get(_get_key(observation))
-            has_changed = before is not None and before != observation.now
-            if observation.weight is Weight.FACT or observation.is_abnormal or has_changed:
-                changes.append(replace(observation, before=before if has_changed else None))
+            if before is not None and before != observation.now:
+                changes.append(replace(observation, before=before))
+            elif observation.weight is Weight.FACT or observation.is_abnormal:
+                changes.append(observation)
         changes.sort(key=lambda observation: list(Weight).index(observation.weight))
         return tuple(changes[:MAX_OBSERVATIONS])
 

@@ -161,13 +161,13 @@ class ReaderProcess:
             for line in lines:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     document = json.loads(line)
-                    observations = tuple(
-                        Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
-                        for item in document["observations"]
-                    )
+                    observations = []
+                    for item in document["observations"]:
+                        weight = Weight(item.pop("weight", Weight.HINT))
+                        observations.append(Observation(**item, weight=weight))
                     missing = document["unavailable"]
                     unavailable = UnavailableSource(**missing) if missing else None
-                    results[document["source"]] = observations, unavailable
+                    results[document["source"]] = tuple(observations), unavailable
         is_late = time.monotonic() >= give_up_at
         status = None
         if len(results) < len(self._names):

@@ -51,6 +51,7 @@ _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 # after this time.
 _MAX_LATER_CALLS = 64
 _MAX_DURATION_WAIT_NS = 5_000_000_000
+_MAX_DURATION_NS = int(MAX_DURATION_US * 1000)
 
 # Flags are plain integers here, since `&` of an enum is slow.
 _TIMED_FLAG = int(RecordFlag.TIMED)
@@ -191,19 +192,18 @@ class ProcessTally:
             self._record_duration(record, shape)
 
     def _record_duration(self, record: Record, shape: _CallShape) -> None:
-        if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
-            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
+        flags, done_ns = record[FLAGS], record[DONE_NS]
+        if not (flags & _TIMED_FLAG and done_ns):
+            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not flags & _RAISED_FLAG:
                 self._unfinished[record[STAMP] - 1] = record, shape
             return
         stream = self._streams[record[UID]]
-        seq = record[SEQ]
-        took_ns = max(0, record[DONE_NS] - record[ENTERED_NS])
-        took_ns = min(took_ns, int(MAX_DURATION_US * 1000))
+        took_ns = max(0, min(done_ns - record[ENTERED_NS], _MAX_DURATION_NS))
         stream.timed_ops.add(shape.op)
         stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
-        if seq in stream.samples:
-            before, after = stream.samples[seq][:3], stream.samples[seq][4:]
-            stream.samples[seq] = (*before, took_ns // 1000, *after)
+        sample = stream.samples.get(record[SEQ])
+        if sample is not None:
+            stream.samples[record[SEQ]] = (*sample[:3], took_ns // 1000, *sample[4:])
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""

@@ -109,8 +109,8 @@ def compose_update(
         device_entries=device_entries,
         retractions=dict(history.retractions),
     )
-    update = _add_ring_state(process, ring, now_ns, **additions)
-    return replace(update, identity=None if is_known else identity), after
+    additions["identity"] = None if is_known else identity
+    return _add_ring_state(process, ring, now_ns, **additions), after
 
 
 def _add_ring_state(

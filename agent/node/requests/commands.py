@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
@@ -20,7 +20,7 @@ from hangwatch.protocol.heartbeat import COMMANDS_PATH, AbortReply, CallsReply, 
 from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient
-from ..discovery.watched import WatchedProcess, list_live_pids
+from ..discovery.watched import WatchedByKey, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder, refuse_reading
 from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
@@ -42,6 +42,7 @@ class CommandExecutor:
     replies are added to the outbox, now or when the parts that make them have finished.
     """
 
+    watched: WatchedByKey
     sampler: StackSampler
     recordings: RecordingWorker
     hardware: HardwareMonitor
@@ -51,14 +52,12 @@ class CommandExecutor:
     abort_tracker: AbortTracker = field(default_factory=lambda: AbortTracker())
     _executed_ids: deque[str] = field(default_factory=lambda: deque(maxlen=codec.MAX_COMMANDS))
 
-    def execute_command(
-        self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
-    ) -> None:
+    def execute_command(self, command: Command, now_ns: int) -> None:
         """Starts to execute a command, unless that was done before."""
         if command.id in self._executed_ids:
             return
         self._executed_ids.append(command.id)
-        process = watched.get(command.key)
+        process = self.watched.get(command.key)
         reply: CommandReply | None = None
         if command.kind is CommandKind.TRACE:
             self.traces.add_request(command, now_ns)
@@ -68,7 +67,7 @@ class CommandExecutor:
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
-            pids = list_live_pids(watched.values())
+            pids = list_live_pids(self.watched.values())
             onset_ns = now_ns - int(command.since_s * 1e9)
             order = HardwareOrder(pids=pids, command=command, onset_ns=onset_ns)
             if not self.hardware.submit_order(order):
@@ -81,10 +80,10 @@ class CommandExecutor:
         if reply is not None:  # otherwise it comes with the result
             self.outbox.add_reply(reply, now_ns)
 
-    def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
+    def collect_results(self) -> None:
         """Adds the replies of what has been finished to the outbox."""
         for result in self.sampler.take_results():
-            process = watched.get(result.key)
+            process = self.watched.get(result.key)
             if process is not None and result.refusal:
                 fault = result.refusal
                 if find_faulthandler_registration(process) is not None:
@@ -98,7 +97,7 @@ class CommandExecutor:
         now_ns = time.monotonic_ns()
         for recording in self.recordings.take_results():
             self.outbox.add_reply(recording, now_ns)
-        for outcome in self.abort_tracker.check_exits(watched, now_ns):
+        for outcome in self.abort_tracker.check_exits(self.watched, now_ns):
             self.outbox.add_reply(outcome, now_ns)
 
     def _order_stacks(
@@ -313,7 +312,7 @@ class AbortTracker:
         self._signalled[command.key] = (command.id, now_ns)
         return None
 
-    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> list[AbortReply]:
+    def check_exits(self, watched: WatchedByKey, now_ns: int) -> list[AbortReply]:
         """The replies for the signalled processes that have ended or whose time is up."""
         replies = []
         for key, (request, since_ns) in list(self._signalled.items()):

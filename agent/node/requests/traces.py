@@ -13,7 +13,7 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.reader import RecordEntry, RingReader
 
-from ..discovery.watched import WatchedProcess
+from ..discovery.watched import WatchedByKey, WatchedProcess
 from ..system.runtime import describe_error
 
 MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
@@ -41,9 +41,7 @@ class TraceRequests:
         while len(self._requests) > MAX_TRACE_REQUESTS:
             del self._requests[next(iter(self._requests))]
 
-    def build_replies(
-        self, watched: Mapping[str, WatchedProcess], now_ns: int
-    ) -> tuple[TraceReply, ...]:
+    def build_replies(self, watched: WatchedByKey, now_ns: int) -> tuple[TraceReply, ...]:
         """A reply to each open request, with the calls up to now."""
         for request_id, (_, requested_ns) in list(self._requests.items()):
             if (now_ns - requested_ns) / 1e9 >= TRACE_REQUEST_TTL_S:

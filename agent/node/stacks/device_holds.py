@@ -16,7 +16,7 @@ from hangwatch.model.ranks import ThreadStack
 from hangwatch.stacks.activities import find_calling_thread
 
 from ..system.native_code import is_in_driver
-from ..system.processes import read_mappings
+from ..system.processes import ThreadStacks, read_mappings
 from .pyspy import PySpy, PySpyError
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
@@ -25,9 +25,7 @@ _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
 _MAX_FAILED_READINGS = 4
 
 
-def mark_device_hold(
-    threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
-) -> tuple[ThreadStack, ...]:
+def mark_device_hold(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> ThreadStacks:
     """The stacks of a process, with `ThreadStack.device_hold`, unless too many readings failed."""
     caller = find_calling_thread(threads)
     hold: int | None = 0

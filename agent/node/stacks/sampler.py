@@ -28,6 +28,7 @@ from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, ru
 
 from ..system import permission, processes
 from ..system.awaited import Awaited, find_holders, read_awaited
+from ..system.processes import ThreadStacks
 from ..system.runtime import OrderWorker
 from ..system.transfers import TransferMeter
 from . import faulthandler_dumps
@@ -47,9 +48,7 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = (
-    8  # the frames of a thread that get their source text, besides one of user code
-)
+MAX_INNERMOST_FRAMES = 8  # frames of a thread with source text, besides one of user code
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
@@ -162,12 +161,12 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 
     def _annotate_threads(
         self,
-        threads: tuple[ThreadStack, ...],
+        threads: ThreadStacks,
         order: SampleOrder,
         command: Command,
         *,
         with_children: bool,
-    ) -> tuple[ThreadStack, ...]:
+    ) -> ThreadStacks:
         """The stacks with all that is known of their threads, and those of child processes."""
         pid, proc = order.pid, self._pyspy.proc
         threads = mark_callers(threads, pid, order.callers)
@@ -195,7 +194,7 @@ def collect_child_stacks(
     pyspy: PySpy,
     meter: TransferMeter | None = None,
     awaited_by_tid: Mapping[int, Awaited] = MappingProxyType({}),
-) -> tuple[ThreadStack, ...]:
+) -> ThreadStacks:
     """The main threads of the children that a rank with these stacks waits for, by what its stack or the
     system calls of its threads show; empty if it waits for something else.
 
@@ -312,35 +311,35 @@ def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def mark_callers(
-    threads: Iterable[ThreadStack], pid: int, callers: Sequence[Caller]
-) -> tuple[ThreadStack, ...]:
+    threads: Sequence[ThreadStack], pid: int, callers: Sequence[Caller]
+) -> ThreadStacks:
     """The stacks, with what is known of the calls that their threads made.
 
     faulthandler, and py-spy for Python before 3.11, may not give the ids of threads. Then a caller
     that is not the main thread must be the only other thread in the user's code.
     """
-    marked = list(threads)
-    recencies = {}  # the keys are indices in `marked`
-    by_tid = {caller.thread: recency for recency, caller in enumerate(callers)}
-    for index, thread in enumerate(marked):
-        tid = pid if thread.main else thread.tid
-        if tid in by_tid:
-            recencies[index] = by_tid[tid]
-    others = [index for index, thread in enumerate(marked) if not thread.main]
-    if not any(marked[index].tid for index in others):
-        unmatched = [recency for tid, recency in by_tid.items() if tid != pid]
-        in_user_code = [index for index in others if runs_user_code(marked[index])]
-        if unmatched and len(in_user_code) == 1:
-            recencies[in_user_code[0]] = unmatched[0]
-    for index, recency in recencies.items():
-        uids = callers[recency].uids
-        marked[index] = replace(marked[index], call_recency=recency, called_uids=uids)
+    likely_caller: ThreadStack | None = None
+    others = [thread for thread in threads if not thread.main]
+    if not any(thread.tid for thread in others):
+        in_user_code = [thread for thread in others if runs_user_code(thread)]
+        if len(in_user_code) == 1:
+            likely_caller = in_user_code[0]
+    marked = []
+    for thread in threads:
+        own_tid = pid if thread.main else thread.tid
+        stack = thread
+        for recency, caller in enumerate(callers):
+            is_likely = thread is likely_caller and caller.thread != pid
+            if caller.thread == own_tid or is_likely:
+                stack = replace(thread, call_recency=recency, called_uids=caller.uids)
+                break
+        marked.append(stack)
     return tuple(marked)
 
 
 def add_source_text(
     threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC_ROOT
-) -> tuple[ThreadStack, ...]:
+) -> ThreadStacks:
     """The stacks with the source text of their innermost frames and of the innermost frame of user
     code, as far as the files can be read; without the frames of the checks, which only pass a call
     on. The text may be wrong if a file was edited after it was loaded.

@@ -109,9 +109,11 @@ class _PausedReading:
         """Reads them. It is called once, in a thread of its own."""
         counter, stack_pointer, link = _REGISTERS[platform.machine()]
         self._libc.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))
-        registers, word = (ctypes.c_uint64 * _MAX_REGISTERS)(), ctypes.c_uint64()
+        registers = (ctypes.c_uint64 * _MAX_REGISTERS)()
+        word = ctypes.c_uint64()
         vector = IoVec(ctypes.addressof(registers), ctypes.sizeof(registers))
-        mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(0, 8)
+        mine = IoVec(ctypes.addressof(word), 8)
+        theirs = IoVec(0, 8)
         ranges = ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1
         status = ctypes.c_int()
         self.is_refused = self._ptrace(_SEIZE, self._tid, None, None) != 0

@@ -15,6 +15,7 @@ from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S
 from hangwatch.model.ranks import ThreadStack
 
 PROC_ROOT = "/proc"
+ThreadStacks = tuple[ThreadStack, ...]  # the stacks of one process
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_TREE_PROCESSES = 256
 _MAX_DESCRIPTORS = 4096  # of a process
@@ -95,7 +96,7 @@ def read_io_bytes(pid: int, tid: int, proc: str) -> int:
         return 0
 
 
-def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> tuple[ThreadStack, ...]:
+def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> ThreadStacks:
     """The stacks with the CPU times of the threads whose ids are known and that have not ended."""
     timed = []
     for stack in stacks:
@@ -249,7 +250,7 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
-def is_traced_by_own(pid: int, proc: str = PROC_ROOT) -> bool:
+def is_traced_by_own(pid: int, proc: str) -> bool:
     """Whether what pauses a process, as a debugger does, is the calling process or a child of it, such as
     py-spy. Also true if the pause has just ended.
     """

@@ -88,7 +88,8 @@ def _dump_sockets(family: int) -> Iterable[tuple[int, int, int, int]]:
 def _parse_socket(message: bytes) -> tuple[int, int, int, int]:
     local_port, _ = _PORTS.unpack_from(message, 4)
     (inode,) = struct.unpack_from("=I", message, _MESSAGE_BYTES - 4)
-    offset, size = _MESSAGE_BYTES, 0
+    size = 0
+    offset = _MESSAGE_BYTES
     while offset + _ATTRIBUTE.size <= len(message):
         length, kind = _ATTRIBUTE.unpack_from(message, offset)
         start = offset + _ATTRIBUTE.size + _BYTES_OFFSET
@@ -111,7 +112,7 @@ class TransferMeter:
 
     def measure_threads(
         self, threads: Iterable[ThreadStack], pid: int, awaited_by_tid: Mapping[int, Awaited]
-    ) -> tuple[ThreadStack, ...]:
+    ) -> processes.ThreadStacks:
         """The stacks with the bytes that each thread has moved.
 
         A connection counts for the thread that waits for it. The connections that no thread of Python waits
