@@ -54,10 +54,11 @@ class NodeAgent:
     ) -> None:
         """``early_pidfds``: pidfds that are open already, by process key; it closes them."""
         self._wakeup = WakeupSelector()
-        self._uplink = Uplink(targets, self._wakeup.wake, warn_once=log.warn_once)
-        self._recordings = RecordingWorker(pyspy, self._wakeup.wake)
-        sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
-        self._hardware = HardwareMonitor(self._wakeup.wake)
+        wake = self._wakeup.wake
+        self._uplink = Uplink(targets, wake, warn_once=log.warn_once)
+        self._recordings = RecordingWorker(pyspy, wake)
+        sampler = StackSampler(pyspy, wake, self._recordings.preempt_recording)
+        self._hardware = HardwareMonitor(wake)
         now_ns = time.monotonic_ns()
         self._schedule = ReportSchedule(now_ns)
         self._outbox = Outbox(on_reply=self._schedule.hasten)
@@ -81,7 +82,7 @@ class NodeAgent:
             owner=owner,
             server_count=len(targets),
         )
-        self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)
+        self._command_poll = CommandPoll(self._composer.agent_id, wake)
         self._commands = CommandExecutor(
             self._watched, sampler, self._recordings, self._hardware, traces, self._outbox, log
         )

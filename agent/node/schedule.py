@@ -164,7 +164,7 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     changes: set[Hashable] = set()
     alive_count = 0
     # The processes in which a call has been blocked for long, with the stream of the oldest one
-    blocked: list[tuple[WatchedProcess, StreamState]] = []
+    blocked = []
     for process in watched:
         ring = process.snapshot
         if process.exit is not None or ring is None:

@@ -111,23 +111,24 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
-        known_count = self.history.cursor
+        history = self.history
+        known_count = history.cursor
         try:
             self.reader = ring.refresh_reader(self.reader)
             if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
                 self._ring_inode = self.reader.inode
-                self.history.rewind_cursor()
-                self.history.cursor = known_count = 0
-            first_unread = self.history.first_unread
+                history.rewind_cursor()
+                history.cursor = known_count = 0
+            first_unread = history.first_unread
             snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(first_unread)
             if any(index >= first_unread for index in delta.retracted):
                 # A retracted call may have been in progress when the snapshot was taken.
                 snapshot = self.reader.read_snapshot(now_ns)
-            for uid, seq in self.history.add_delta(delta):
+            for uid, seq in history.add_delta(delta):
                 self.call_log.remove_call(uid, seq)
-            self.history.forget_closed_streams(snapshot)
-            self.history.check_history.read_entries(self.reader, now_ns)
+            history.forget_closed_streams(snapshot)
+            history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 recorded = parse_identity(
                     snapshot.identity, pid=self.pid, start_ticks=self.start_ticks

@@ -249,7 +249,7 @@ class SiblingFinder:
         """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``. The ranks of
         a world inside a rank are left out: the job in their environment is not the recorded one.
         """
-        launchers: dict[_LauncherKey, _Launcher] = {}
+        launchers = {}
         distinct: dict[Hashable, _Launcher] = {}  # one for each job of a launcher
         for pid, known in recorded.items():
             key = (pid, known.job, known.rank)

@@ -161,7 +161,7 @@ def _compose_stream_fields(
         if chunk is not reported_chunk and chunk is not None:
             states += [state.update_ages(now_ns) for state in chunk]
     streams = []
-    losses: list[tuple[int, int, int]] = []
+    losses = []
     after = dict(before.streams)
     for state in states:
         known = before.streams.get(state.uid)
@@ -310,18 +310,19 @@ _pack_cached = functools.lru_cache(maxsize=64)(pack_ranks)
 
 
 def _make_stream_identity(state: StreamState) -> StreamIdentity:
+    group = state.group
     return StreamIdentity(
         kind=state.kind,
-        name=state.group.name,
-        desc=state.group.desc,
-        ranks=_pack_cached(state.group.ranks),
-        backend=state.group.backend,
-        generation=state.group.generation,
-        world=state.group.world_size,
+        name=group.name,
+        desc=group.desc,
+        ranks=_pack_cached(group.ranks),
+        backend=group.backend,
+        generation=group.generation,
+        world=group.world_size,
         peer=state.peer,
         tag=state.tag,
-        foreign=state.group.foreign,
-        number=state.group.number,
+        foreign=group.foreign,
+        number=group.number,
     )
 
 

@@ -289,25 +289,26 @@ class AbortTracker:
         if process.exit is not None:
             return replace(reply, ended=process.exit)
         on_hang = process.identity.on_hang if process.identity is not None else ""
+        problem = ""
         if not allows_abort(on_hang):
             state = f"HANGWATCH_ON_HANG={on_hang}" if on_hang else "no HANGWATCH_ON_HANG"
             problem = (
                 f"{state} in its environment does not allow that: start the job with"
                 " HANGWATCH_ON_HANG=abort"
             )
-            return replace(reply, error=problem)
-        if process.pidfd is None:
+        elif process.pidfd is None:
             problem = (
                 "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process"
                 " that has the same pid by now"
             )
-            return replace(reply, error=problem)
-        try:
-            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
-        except ProcessLookupError:
-            pass  # the process has just ended: `check_exits` will find that
-        except OSError as refusal:
-            problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+        else:
+            try:
+                signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+            except ProcessLookupError:
+                pass  # the process has just ended: `check_exits` will find that
+            except OSError as refusal:
+                problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+        if problem:
             return replace(reply, error=problem)
         self._signalled[command.key] = (command.id, now_ns)
         return None

@@ -206,12 +206,12 @@ def collect_child_stacks(
     waits = classify_activity(caller).waits
     caller_tid = caller and (pid if caller.main else caller.tid)
     # Another thread may wait for a child, and the calling thread for that one.
-    relevant = {
-        tid: awaited
-        for tid, awaited in awaited_by_tid.items()
-        if (awaited.descriptors or awaited.child or awaited.address)
-        and (tid == caller_tid or (waits.waits_for_thread and waits is not LOCK))
-    }
+    waits_for_thread = waits.waits_for_thread and waits is not LOCK
+    relevant = {}
+    for tid, awaited in awaited_by_tid.items():
+        is_known = awaited.descriptors or awaited.child or awaited.address
+        if is_known and (tid == caller_tid or waits_for_thread):
+            relevant[tid] = awaited
     if not (waits.waits_for_child or relevant):
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))

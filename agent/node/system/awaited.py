@@ -94,13 +94,10 @@ def read_awaited(pid: int, tid: int, proc: str) -> Awaited:
 
 
 def _read_polled(pid: int, address: int, count: int, proc: str) -> frozenset[int] | None:
+    size = min(count, _MAX_POLLED) * _POLL_ENTRY.size
     try:
-        fd = os.open(f"{proc}/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = min(count, _MAX_POLLED) * _POLL_ENTRY.size
-            data = os.pread(fd, size, address)
-        finally:
-            os.close(fd)
+        with open(f"{proc}/{pid}/mem", "rb", buffering=0) as memory:
+            data = os.pread(memory.fileno(), size, address)
     except (OSError, OverflowError):
         return None
     whole = data[: len(data) // _POLL_ENTRY.size * _POLL_ENTRY.size]
@@ -118,7 +115,7 @@ def find_holders(
     own = read_descriptors(pid, proc)
     has_address = any(awaited.address for awaited in awaited_by_tid.values())
     own_memory = _list_shared_memory(pid, proc) if has_address else []
-    wanted: dict[int, set[str]] = {}  # the pipes and the shared memory, by thread
+    wanted = {}  # the pipes and the shared memory, by thread
     for tid, awaited in awaited_by_tid.items():
         links = {own.get(fd, "") for fd in awaited.descriptors or ()}
         wanted[tid] = {link for link in links if link.startswith("pipe:")}
@@ -147,11 +144,10 @@ def _read_ends(pid: int, wanted: Collection[str], proc: str) -> dict[str, set[st
     for fd, link in read_descriptors(pid, proc).items():
         if link not in wanted:
             continue
-        with contextlib.suppress(
-            OSError, KeyError, ValueError, IndexError
-        ):  # it was closed just now
+        with contextlib.suppress(OSError, LookupError, ValueError):  # it was closed just now
             flags = int(read_fields(f"{proc}/{pid}/fdinfo/{fd}")["flags"], 8)
-            ends.setdefault(link, set()).update(_ACCESS_MODES[flags & _ACCESS_MASK])
+            modes = _ACCESS_MODES[flags & _ACCESS_MASK]
+            ends.setdefault(link, set()).update(modes)
     if not all(name.startswith("pipe:") for name in wanted):
         for mapping in _list_shared_memory(pid, proc):
             ends[mapping.file_id] = set()

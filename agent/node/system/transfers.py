@@ -36,7 +36,7 @@ _PORTS = struct.Struct(">HH")
 _MESSAGE_BYTES = 72  # struct inet_diag_msg, with the inode at its end
 _BYTES = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _BYTES_OFFSET = 120
-_STATES = {"established": 1, "close_wait": 8, "listen": 10}
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = 1, 8, 10  # states
 _NETLINK_TIMEOUT_S = 2.0
 
 
@@ -54,17 +54,17 @@ def read_connections() -> dict[int, Connection]:
         found = [*_dump_sockets(socket.AF_INET), *_dump_sockets(socket.AF_INET6)]
     except OSError:
         return {}
-    listening = {port for state, port, _, _ in found if state == _STATES["listen"]}
+    listening = {port for state, port, _, _ in found if state == _LISTEN}
     connections = {}
     for state, port, inode, size in found:
-        if state != _STATES["listen"] and inode:
+        if state != _LISTEN and inode:
             connections[inode] = Connection(bytes=size, is_accepted=port in listening)
     return connections
 
 
 def _dump_sockets(family: int) -> Iterable[tuple[int, int, int, int]]:
     """(state, local port, inode, bytes carried) of each TCP socket. Raises OSError."""
-    states = sum(1 << number for number in _STATES.values())
+    states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT | 1 << _LISTEN
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), states)
     header = _HEADER.pack(
         _HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0
@@ -124,7 +124,7 @@ class TransferMeter:
         connections = read_connections() if inodes else {}
         with self._lock:
             grown = self._record_growth(pid, connections, inodes.values())
-            claimed_by_tid: dict[int, set[int]] = {}
+            claimed_by_tid = {}
             for tid, target in awaited_by_tid.items():
                 claimed = {inodes[fd] for fd in target.descriptors or () if fd in inodes}
                 claimed_by_tid[tid] = claimed & connections.keys()
