@@ -23,12 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.limits import (
-    BLOCKED_AFTER_S,
-    FROZEN_AFTER_S,
-    MIN_WAIT_S,
-    NOT_RUNNING_STATES,
-)
+from hangwatch.model.limits import BLOCKED_AFTER_S, FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.parts import DeviceEntry

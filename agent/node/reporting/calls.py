@@ -24,16 +24,7 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import (
-    DONE_NS,
-    ENTERED_NS,
-    FLAGS,
-    SEQ,
-    STAMP,
-    UID,
-    Record,
-    compute_age_s,
-)
+from hangwatch.ring.parts import DONE_NS, ENTERED_NS, FLAGS, SEQ, STAMP, UID, Record, compute_age_s
 from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 
