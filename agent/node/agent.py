@@ -219,13 +219,10 @@ class NodeAgent:
         idle_s = self._scanner.idle_s(now_ns)
         if self._watchlist.has_alive or idle_s < self._scanner.linger_s:
             return False
-        has_replies = bool(self._outbox or self._commands.abort_tracker)
-        has_unreported = has_replies or any(
-            process.identity is not None
-            and (not process.exit_acked_ns or process.has_unsent_flight_file)
-            for process in self._watched.values()
-        )
-        is_waiting = has_unreported or self._uplink.is_busy
+        is_waiting = bool(self._outbox or self._commands.abort_tracker) or self._uplink.is_busy
+        for process in self._watched.values():
+            if process.identity is not None:
+                is_waiting |= not process.exit_acked_ns or process.has_unsent_flight_file
         if is_waiting and idle_s < _ABSENT_SERVER_TIMEOUT_S:
             return False
         return not self._watchlist.scan_processes(now_ns)

@@ -165,7 +165,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         outcome = self._exchange(post, body, headers)
         if self._client.is_server_known:
             return outcome
-        pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+        pause_s = compute_pause_s(began_cpu_s)
         if outcome.reply is None:
             return replace(outcome, retry_after_s=max(outcome.retry_after_s, pause_s))
         reply = outcome.reply
@@ -256,9 +256,9 @@ def find_refused_process(errors: Any, heartbeat: Any) -> str:
     return ""
 
 
-def compute_pause_s(cpu_s: float) -> float:
-    """How long to wait after an exchange that took this much CPU time."""
-    return cpu_s / _MAX_CPU_SHARE
+def compute_pause_s(began_cpu_s: float) -> float:
+    """How long to wait after an exchange that began at this CPU time of this thread."""
+    return (time.thread_time() - began_cpu_s) / _MAX_CPU_SHARE
 
 
 def parse_retry_after_s(header: str) -> float:

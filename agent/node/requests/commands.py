@@ -253,7 +253,7 @@ class CommandPoll:
                 for command in commands:
                     self._commands.put(command)
                 self._wake()
-            pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+            pause_s = compute_pause_s(began_cpu_s)
             pause_s = max(pause_s, began_at + _MIN_POLL_INTERVAL_S - time.monotonic())
             if self._closing.wait(pause_s):
                 break

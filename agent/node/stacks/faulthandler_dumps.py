@@ -153,7 +153,8 @@ class _DumpingRank:
         holders = [s for s in stacks if s.frames and s.tid in candidates]
         if len(holders) == 1:
             stacks = tuple(replace(s, holds_gil=s is holders[0]) for s in stacks)
-        candidates = [s.tid for s in holders if s.tid is not None] or candidates
+        if holders:
+            candidates = [s.tid for s in holders if s.tid is not None]
         return OwnDump(threads=stacks, note=self._describe_holders(candidates))
 
     def _read_word(self, word: LiveWord) -> int:
