@@ -84,7 +84,14 @@ def compose_update(
     }
 
     is_known = identity is before.identity or identity == before.identity
-    status_key = _make_status_key(process, ring, now_ns)
+    # What is reported when it changes, besides the step. R counts as S, since they alternate.
+    state = "S" if process.state in "RSI" else process.state
+    phase_began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
+    exceptions = str((ring.exception, ring.handled_exception))
+    status_key = (
+        process.ended, state, process.faults, ring is _NO_RING, ring.lifecycle, ring.phase,
+        phase_began_ms, ring.phase_limit_s, ring.dropped, ring.faults, exceptions, process.flight_file,
+    )  # fmt: skip
     is_changed = not is_known or status_key != before.status_key or ring.step != before.step
     # The recorder has not run yet if its pulse is 0.
     silent_s = min(process.idle_s, ring.pulse_s) if ring.pulse_s else process.idle_s
@@ -182,17 +189,6 @@ def _compose_stream_fields(
         del after[uid]
     fields = {"streams": tuple(streams), "losses": tuple(losses), "closed": tuple(closed)}
     return fields, after
-
-
-def _make_status_key(process: ProcessUpdate, ring: RingSnapshot, now_ns: int) -> tuple[Any, ...]:
-    """What is reported when it changes, besides the step. R counts as S, since they alternate."""
-    state = "S" if process.state in "RSI" else process.state
-    began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
-    exceptions = str((ring.exception, ring.handled_exception))
-    return (
-        process.ended, state, process.faults, ring is _NO_RING, ring.lifecycle, ring.phase, began_ms,
-        ring.phase_limit_s, ring.dropped, ring.faults, exceptions, process.flight_file,
-    )  # fmt: skip
 
 
 def select_checkpoints(
