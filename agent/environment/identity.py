@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 MAX_JOB_NAME = 200  # characters
 _NUMBER = re.compile("[0-9]{1,9}")
 
+Environ = Mapping[str, str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
@@ -32,7 +34,7 @@ _TASK_VARIABLES = (
 )
 
 
-def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
+def parse_environ(env: Environ, rendezvous: str = "") -> LaunchInfo:
     """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id. The name of
     the job may come from ``rendezvous``, where its ranks meet if not at MASTER_ADDR.
 
@@ -64,7 +66,7 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     )
 
 
-def parse_task(env: Mapping[str, str]) -> LaunchInfo | None:
+def parse_task(env: Environ) -> LaunchInfo | None:
     """A process started by ``mpirun`` or ``srun``, with its place among the tasks as its rank: it is a
     rank, or a launcher of ranks such as torchrun. None if neither started it, or if its launcher set
     RANK.
@@ -81,12 +83,12 @@ def parse_task(env: Mapping[str, str]) -> LaunchInfo | None:
     return None
 
 
-def is_switched_off(env: Mapping[str, str]) -> bool:
+def is_switched_off(env: Environ) -> bool:
     """Whether HANGWATCH_DISABLE keeps a process from being recorded."""
     return env.get("HANGWATCH_DISABLE", "0") not in ("", "0")
 
 
-def _parse_number(env: Mapping[str, str], name: str) -> int | None:
+def _parse_number(env: Environ, name: str) -> int | None:
     """A number that a launcher may set, else None: the server refuses larger ones."""
     text = env.get(name, "")
     return int(text) if _NUMBER.fullmatch(text) else None

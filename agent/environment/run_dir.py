@@ -137,7 +137,7 @@ def _list_candidates(url: str) -> Iterator[Path]:
     """The places where the folder may be, the preferred one first. That is one that exists already: its
     name may have been the first one that was free, and all ranks must find it.
     """
-    namespaces: list[int] = []
+    namespaces = []
     for kind in ("net", "pid"):
         try:
             namespaces.append(os.stat(f"/proc/self/ns/{kind}").st_ino)

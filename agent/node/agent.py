@@ -54,10 +54,11 @@ class NodeAgent:
     ) -> None:
         """``early_pidfds``: pidfds that are open already, by process key; it closes them."""
         self._wakeup = WakeupSelector()
-        self._uplink = Uplink(targets, self._wakeup.wake, warn_once=log.warn_once)
-        self._recordings = RecordingWorker(pyspy, self._wakeup.wake)
-        sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
-        self._hardware = HardwareMonitor(self._wakeup.wake)
+        wake = self._wakeup.wake
+        self._uplink = Uplink(targets, wake, warn_once=log.warn_once)
+        self._recordings = RecordingWorker(pyspy, wake)
+        sampler = StackSampler(pyspy, wake, self._recordings.preempt_recording)
+        self._hardware = HardwareMonitor(wake)
         now_ns = time.monotonic_ns()
         self._schedule = ReportSchedule(now_ns)
         self._outbox = Outbox(on_reply=self._schedule.hasten)
@@ -68,6 +69,7 @@ class NodeAgent:
             on_exit=self._schedule.hasten,
             early_pidfds=early_pidfds,
         )
+        self._watched = self._watchlist.watched
         self._scanner = ProcessScanner(
             self._watchlist, sampler, RecorderBuilder(log), linger_s, now_ns
         )
@@ -80,14 +82,9 @@ class NodeAgent:
             owner=owner,
             server_count=len(targets),
         )
-        self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)
+        self._command_poll = CommandPoll(self._composer.agent_id, wake)
         self._commands = CommandExecutor(
-            sampler,
-            self._recordings,
-            self._hardware,
-            traces,
-            self._outbox,
-            log,
+            self._watched, sampler, self._recordings, self._hardware, traces, self._outbox, log
         )
         self._outage = OutageTracker(folder / run_dir.NOTICE_NAME, log)
         self._in_flight: Heartbeat | None = None
@@ -118,7 +115,7 @@ class NodeAgent:
             if not self._uplink.is_busy:
                 due_ns = min(due_ns, self._schedule.next_ns)
             for key in self._wakeup.wait((due_ns - now_ns) / 1e9):
-                process = self._watchlist.watched.get(key)
+                process = self._watched.get(key)
                 if process is not None:
                     self._watchlist.record_exit(process, time.monotonic_ns())
         # A last heartbeat reports what is known by now.
@@ -149,20 +146,19 @@ class NodeAgent:
     def _scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
         self._scanner.scan_processes(now_ns, must_read=must_read)
         self._outage.write_user_notice(now_ns)
-        self._hardware.update_baseline(list_live_pids(self._watchlist.watched.values()), now_ns)
+        self._hardware.update_baseline(list_live_pids(self._watched.values()), now_ns)
         if self._outage.is_failing or self._scanner.is_steady:
             return
         self._schedule.apply_scan(
-            self._watchlist.watched.values(),
+            self._watched.values(),
             now_ns,
             has_urgent_changes=self._scanner.has_urgent_changes,
         )
 
     def _collect_results(self) -> None:
         for command in self._command_poll.take_commands():
-            now_ns = time.monotonic_ns()
-            self._commands.execute_command(command, self._watchlist.watched, now_ns)
-        self._commands.collect_results(self._watchlist.watched)
+            self._commands.execute_command(command, time.monotonic_ns())
+        self._commands.collect_results()
 
     def _post_heartbeat(self, now_ns: int) -> None:
         reading_age_ns = now_ns - self._scanner.last_read_ns
@@ -172,7 +168,7 @@ class NodeAgent:
         if self._in_flight.full:
             self._next_full_ns = now_ns + _MIN_FULL_INTERVAL_NS
         is_urgent = self._schedule.start_report(
-            self._watchlist.watched.values(), now_ns + HEARTBEAT_INTERVAL_NS
+            self._watched.values(), now_ns + HEARTBEAT_INTERVAL_NS
         )
         self._uplink.post_heartbeat(
             codec.encode_message(self._in_flight),
@@ -193,9 +189,11 @@ class NodeAgent:
         self._schedule.delay(now_ns + int(retry_s * 1e9))
         if not outcome.is_refused:
             return
-        refused = self._watchlist.watched.get(outcome.refused_key)
+        refused = self._watched.get(outcome.refused_key)
         if refused is not None and not refused.is_left_out:
-            refused.handle_refusal()
+            # The server would refuse the other ranks of the host as well.
+            refused.is_left_out = refused.is_refused
+            refused.is_refused = True
             return
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
         # the one after that omits everything in it.
@@ -205,7 +203,7 @@ class NodeAgent:
 
     def _apply_reply(self, reply: HeartbeatReply, now_ns: int) -> None:
         self._schedule.apply_reply(
-            reply, self._watchlist.watched.values(), now_ns, is_steady=self._scanner.is_steady
+            reply, self._watched.values(), now_ns, is_steady=self._scanner.is_steady
         )
         if reply.resync:
             due_ns = self._schedule.next_ns if self._composer.is_full_due else now_ns
@@ -215,19 +213,16 @@ class NodeAgent:
             self._composer.mark_acked(now_ns)
         self._command_poll.permit(reply.poll_s, self._uplink.target)
         for command in reply.commands:
-            self._commands.execute_command(command, self._watchlist.watched, now_ns)
+            self._commands.execute_command(command, now_ns)
 
     def _may_exit(self, now_ns: int) -> bool:
         idle_s = self._scanner.idle_s(now_ns)
         if self._watchlist.has_alive or idle_s < self._scanner.linger_s:
             return False
-        has_replies = bool(self._outbox or self._commands.abort_tracker)
-        has_unreported = has_replies or any(
-            process.identity is not None
-            and (not process.exit_acked_ns or process.has_unsent_flight_file)
-            for process in self._watchlist.watched.values()
-        )
-        is_waiting = has_unreported or self._uplink.is_busy
+        is_waiting = bool(self._outbox or self._commands.abort_tracker) or self._uplink.is_busy
+        for process in self._watched.values():
+            if process.identity is not None:
+                is_waiting |= not process.exit_acked_ns or process.has_unsent_flight_file
         if is_waiting and idle_s < _ABSENT_SERVER_TIMEOUT_S:
             return False
         return not self._watchlist.scan_processes(now_ns)

@@ -8,7 +8,7 @@ import resource
 import secrets
 from dataclasses import dataclass, field
 
-from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
+from hangwatch.protocol.heartbeat import AgentCost, Heartbeat
 
 from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
@@ -43,21 +43,21 @@ class HeartbeatComposer:
         gone = list(self.watchlist.finished_keys)
         if is_last:
             gone += [key for key, process in watched.items() if process.exit is not None]
-        updates: dict[str, ProcessUpdate | None] = {}
-        for key, process in watched.items():
-            updates[key] = process.compose_update(now_ns)
+        updates = {key: process.compose_update(now_ns) for key, process in watched.items()}
         is_brief = False
         if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
-            terse = {
-                key: make_terse_update(
+            terse = {}
+            for key, process in watched.items():
+                made = make_terse_update(
                     process.snapshot, process.acked, updates[key], process.composed
                 )
-                for key, process in watched.items()
-            }
-            is_brief = None not in terse.values()
-            for key, made in terse.items():
-                if is_brief and made is not None:
-                    updates[key], watched[key].composed = made
+                if made is not None:
+                    terse[key] = made
+            is_brief = len(terse) == len(watched)
+            if is_brief:
+                for key, (update, acked) in terse.items():
+                    updates[key] = update
+                    watched[key].composed = acked
         tallies = {key: process.tally for key, process in watched.items()}
         cost = None
         if self._number % COST_INTERVAL_HEARTBEATS == 1:

@@ -120,7 +120,7 @@ def open_rank_pidfds(folder: Path) -> dict[str, int]:
     """Pidfds of the ranks with a ring, by process key: they may be reaped while the agent loads."""
     from .discovery import rings
 
-    pidfds: dict[str, int] = {}
+    pidfds = {}
     with contextlib.suppress(OSError):  # the run dir cannot be read: the agent reports it
         files, _ = rings.find_ring_files(folder)
         for file in files:

@@ -17,17 +17,13 @@ from __future__ import annotations
 
 import operator
 import random
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.limits import (
-    BLOCKED_AFTER_S,
-    FROZEN_AFTER_S,
-    MIN_WAIT_S,
-    NOT_RUNNING_STATES,
-)
+from hangwatch.model.limits import BLOCKED_AFTER_S, FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.parts import DeviceEntry
@@ -163,7 +159,7 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     changes: set[Hashable] = set()
     alive_count = 0
     # The processes in which a call has been blocked for long, with the stream of the oldest one
-    blocked: list[tuple[WatchedProcess, StreamState]] = []
+    blocked = []
     for process in watched:
         ring = process.snapshot
         if process.exit is not None or ring is None:
@@ -179,28 +175,27 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
                 changes.add(_GroupCreation(process.key, stream.uid, stream.entered))
         for uid in process.history.first_concurrent:
             changes.add((process.key, "shared", uid))
-        pending = [s for s in ring.active_streams if (s.pending_s or 0.0) >= MIN_WAIT_S]
-        if pending:
-            oldest = max(pending, key=lambda stream: stream.pending_s or 0.0)
+        oldest = max(ring.active_streams, key=lambda s: s.pending_s or 0.0, default=None)
+        if oldest is not None and (oldest.pending_s or 0.0) >= MIN_WAIT_S:
             blocked.append((process, oldest))
-    calls = tuple(
-        (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
-        for process, stream in blocked
-    )
-    ops = {op for _, op, _, _ in calls}
-    if calls and (len(calls) < alive_count or len(ops) > 1):  # else one operation blocks all ranks
-        changes.add(calls)
-    # The calls in which all members of a group are blocked, if all of them are on this host
-    blocked_ranks: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
+    calls = []
+    ops = set()
+    ranks_by_call = defaultdict(set)  # the calls of groups all of whose members may be on this host
     for process, stream in blocked:
+        op = process.history.newest_ops.get(stream.uid, "")
+        ops.add(op)
+        calls.append((process.key, op, stream.uid, stream.entered))
         group = stream.group
         if process.identity is None or stream.kind is not StreamKind.COLLECTIVE:
             continue
         if 1 < len(group.ranks) <= alive_count:
             call = (group.foreign or group.name, group.ranks, stream.entered)
-            rank = group.number if group.foreign else process.identity.rank
-            blocked_ranks.setdefault(call, set()).add(rank)
-    changes.update(call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1]))
+            ranks = ranks_by_call[call]
+            ranks.add(group.number if group.foreign else process.identity.rank)
+            if ranks.issuperset(group.ranks):
+                changes.add(call)
+    if calls and (len(calls) < alive_count or len(ops) > 1):  # else one operation blocks all ranks
+        changes.add(tuple(calls))
     return frozenset(changes)
 
 
@@ -225,7 +220,7 @@ class SteadinessCheck:
 
     def sample_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
         """Samples all processes. Returns True if one that was quiet in its last sample no longer is."""
-        samples: dict[str, _ProcessSample] = {}
+        samples = {}
         next_block_ns = _NEVER_NS
         has_urgent_changes = False
         for process in watched:

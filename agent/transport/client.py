@@ -29,12 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from hangwatch.protocol.heartbeat import PROOF_PATH
 from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
-from hangwatch.protocol.request_signing import (
-    PROOF_HEADER,
-    STALE_STATUS,
-    UNKNOWN_TIME,
-    Credential,
-)
+from hangwatch.protocol.request_signing import PROOF_HEADER, STALE_STATUS, UNKNOWN_TIME, Credential
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host

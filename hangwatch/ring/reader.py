@@ -141,7 +141,7 @@ class RecordEntry:
     # Calls of its stream that were complete when it was entered; None if not observable.
     completed: int | None
     call: Call
-    # The call's duration in seconds at most (see `hangwatch.ring.tracing`); None: maybe unfinished.
+    # The call's duration in seconds at most (see `agent.node.requests.traces`); None: maybe unfinished.
     within_s: float | None = None
 
     @property

@@ -45,12 +45,14 @@ while True:
 READINGS = """
 import os, threading, time
 from hangwatch.agent.node.hardware.monitor import HardwareMonitor, HardwareOrder
+from hangwatch.protocol.commands import Command, CommandKind
 from tests.benchmarks.process_cost import read_family_cpu_s
 woken = threading.Event()
 monitor = HardwareMonitor(woken.set)
 def read():
     woken.clear()
-    assert monitor.submit_order(HardwareOrder(pids=(os.getpid(),), key="k", request_id="r"))
+    command = Command(id="r", kind=CommandKind.HARDWARE, key="k")
+    assert monitor.submit_order(HardwareOrder(pids=(os.getpid(),), command=command))
     assert woken.wait(30)
 read()
 before, count = read_family_cpu_s(os.getpid()), 20

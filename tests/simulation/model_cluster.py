@@ -140,7 +140,7 @@ class ModelRings:
             state = "T"
         elif rank.work is not None and rank.work.busy:
             state = "R"
-        return updates.ProcessView(
+        process = heartbeat.ProcessUpdate(
             key=self.get_process_key(rank),
             identity=heartbeat.ProcessIdentity(
                 job="job",
@@ -150,12 +150,12 @@ class ModelRings:
                 start_ticks=int(self.run),
                 started_s=now,
             ),
-            snapshot=self.make_snapshot(rank),
             state=state,
             idle_s=now - rank.ran_at,
-            exit=rank.exit,
-            exit_age_s=now - rank.exited_at if rank.exit else 0.0,
+            ended=rank.exit,
+            ended_s=now - rank.exited_at if rank.exit else 0.0,
         )
+        return updates.ProcessView(process=process, snapshot=self.make_snapshot(rank))
 
     def _get_last_pulse(self, rank: ModelRank) -> float:
         if rank.stopped_at is not None:

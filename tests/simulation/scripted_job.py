@@ -363,7 +363,7 @@ class ScriptedJob:
         exception = None
         if rank.exception is not None:
             exception = encode_exception(rank.exception, rank.exception_at)
-        view = ProcessView(
+        process = wire.ProcessUpdate(
             key=f"{rank.pid or rank.number}-1",
             identity=wire.ProcessIdentity(
                 job=self.name,
@@ -374,29 +374,30 @@ class ScriptedJob:
                 started_s=self.now - 99.0,
                 master=rank.master or self.master,
             ),
-            snapshot=make_snapshot(
-                *(
-                    stream.make_state(calls[uid], reports_completion=self.reports_completion)
-                    for uid, stream in streams.items()
-                ),
-                lifecycle=int(rank.lifecycle),
-                pulse_s=0.0 if rank.pulse_at is None else self.now - rank.pulse_at,
-                phase=rank.phase,
-                dropped=rank.dropped,
-                opened=max(rank.opened, len(streams)),
-                exception=exception,
-                device_entries=tuple(
-                    entry
-                    for stream in streams.values()
-                    for entry in stream.list_device_entries(self.now)
-                ),
-            ),
             state=rank.state,
             idle_s=0.0 if not rank.idle else 100.0,
             cpu_s=rank.cpu_s,
-            exit=rank.exit,
-            exit_age_s=self.now - rank.exited_at if rank.exit else 0.0,
+            ended=rank.exit,
+            ended_s=self.now - rank.exited_at if rank.exit else 0.0,
         )
+        snapshot = make_snapshot(
+            *(
+                stream.make_state(calls[uid], reports_completion=self.reports_completion)
+                for uid, stream in streams.items()
+            ),
+            lifecycle=int(rank.lifecycle),
+            pulse_s=0.0 if rank.pulse_at is None else self.now - rank.pulse_at,
+            phase=rank.phase,
+            dropped=rank.dropped,
+            opened=max(rank.opened, len(streams)),
+            exception=exception,
+            device_entries=tuple(
+                entry
+                for stream in streams.values()
+                for entry in stream.list_device_entries(self.now)
+            ),
+        )
+        view = ProcessView(process=process, snapshot=snapshot)
 
         def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
             return calls[uid][first - 1 : first - 1 + most]

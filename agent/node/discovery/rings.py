@@ -89,8 +89,8 @@ class RingFile:
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
     """The ring files, oldest process first, and the names that match no process. Raises OSError."""
-    files: list[RingFile] = []
-    foreign_names: list[str] = []
+    files = []
+    foreign_names = []
     for name in os.listdir(folder):
         if not name.endswith(run_dir.RING_SUFFIX):
             continue

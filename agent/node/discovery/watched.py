@@ -39,7 +39,7 @@ MAX_SEQ = 1 << 63  # no sequence number is as high
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 # Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
 TORCH_IMPORT_S = 30.0
-_TORCH_LIBRARY = b"/torch/lib/libtorch"
+_TORCH_LIBRARY = "/torch/lib/libtorch"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,23 +111,24 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
-        known_count = self.history.cursor
+        history = self.history
+        known_count = history.cursor
         try:
             self.reader = ring.refresh_reader(self.reader)
             if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
                 self._ring_inode = self.reader.inode
-                self.history.rewind_cursor()
-                self.history.cursor = known_count = 0
-            first_unread = self.history.first_unread
+                history.rewind_cursor()
+                history.cursor = known_count = 0
+            first_unread = history.first_unread
             snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(first_unread)
             if any(index >= first_unread for index in delta.retracted):
                 # A retracted call may have been in progress when the snapshot was taken.
                 snapshot = self.reader.read_snapshot(now_ns)
-            for uid, seq in self.history.add_delta(delta):
+            for uid, seq in history.add_delta(delta):
                 self.call_log.remove_call(uid, seq)
-            self.history.forget_closed_streams(snapshot)
-            self.history.check_history.read_entries(self.reader, now_ns)
+            history.forget_closed_streams(snapshot)
+            history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 recorded = parse_identity(
                     snapshot.identity, pid=self.pid, start_ticks=self.start_ticks
@@ -162,11 +163,6 @@ class WatchedProcess:
             reason = f"corrupt: {describe_error(error)}"
         self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
-    def handle_refusal(self) -> None:
-        """Keeps the server from refusing the other ranks of the host because of this process."""
-        self.is_left_out = self.is_refused
-        self.is_refused = True
-
     def update_unrecorded(self, now_ns: int) -> None:
         """Updates the reason why it has no ring."""
         if self.identity is None or self.ring is not None or self.exit is not None:
@@ -189,9 +185,7 @@ class WatchedProcess:
             return
         self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd)
         self.exited_at_ns = now_ns
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        self._close_pidfd()
         self.read_state(now_ns)
         self.is_flooded = False
         ring = self.snapshot
@@ -224,7 +218,7 @@ class WatchedProcess:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
-        view = self._make_view(self.identity, now_ns)
+        view = self._make_view(now_ns)
         fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
@@ -243,19 +237,20 @@ class WatchedProcess:
             self._record_unreadable(self.ring, error, now_ns)
             return None
 
-    def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
-        return updates.ProcessView(
+    def _make_view(self, now_ns: int) -> updates.ProcessView:
+        activity = self.activity
+        process = ProcessUpdate(
             key=self.key,
-            identity=identity,
-            snapshot=self.snapshot,
-            state=self.activity.state,
-            idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
-            cpu_s=round(self.activity.cpu_s, 2),
-            exit=self.exit,
-            exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
+            identity=self.identity,
+            state=activity.state,
+            idle_s=(now_ns - activity.last_busy_ns) / 1e9,
+            cpu_s=round(activity.cpu_s, 2),
+            ended=self.exit,
+            ended_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
             faults=tuple(self.faults.values()),
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
+        return updates.ProcessView(process=process, snapshot=self.snapshot)
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""
@@ -284,11 +279,11 @@ class WatchedProcess:
             for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
                 if call.seq <= last and call.seq % step == 0:
                     found[call.seq] = call
-            max_calls = reader.record_capacity
-            for call in reader.read_calls(
-                uid, now_ns, max_calls=max_calls, from_seq=first, to_seq=last, step=step
-            ):
-                found[call.seq] = call
+            most = reader.record_capacity
+            recorded = reader.read_calls(
+                uid, now_ns, max_calls=most, from_seq=first, to_seq=last, step=step
+            )
+            found.update({call.seq: call for call in recorded})
         except Exception:  # the ring is corrupt: `read_state` reports it
             return []
         return [found[seq] for seq in sorted(found)]
@@ -307,10 +302,16 @@ class WatchedProcess:
         self.history.rewind_cursor()
 
     def close(self) -> None:
+        self._close_pidfd()
+        self.reader = self.snapshot = None
+
+    def _close_pidfd(self) -> None:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        self.reader = self.snapshot = None
+
+
+WatchedByKey = Mapping[str, WatchedProcess]
 
 
 def list_live_pids(watched: Iterable[WatchedProcess]) -> tuple[int, ...]:
@@ -381,9 +382,8 @@ def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PRO
             return "HANGWATCH_DISABLE=1 is in its environment: remove it"
         if watched_s < TORCH_IMPORT_S:
             return ""
-        with open(f"{proc}/{pid}/maps", "rb") as maps:
-            if _TORCH_LIBRARY not in maps.read():
-                return ""
+        if _TORCH_LIBRARY not in processes.read_text(f"{proc}/{pid}/maps"):
+            return ""
         python = os.readlink(f"{proc}/{pid}/exe")
     except OSError:  # the process has ended
         return ""

@@ -33,6 +33,9 @@ _KEEP_ENDED_NS = 30_000_000_000
 _ACK_TIMEOUT_NS = 60_000_000_000  # later, files are removed in any case
 _AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
 
+_RankKey = tuple[str, int, int]  # job, restart and rank
+_LauncherKey = tuple[int, str, int]  # pid, job and rank of one that it started
+
 
 @dataclass(slots=True)
 class Watchlist:
@@ -49,8 +52,8 @@ class Watchlist:
     watched: dict[str, WatchedProcess] = field(default_factory=dict)
     # Processes that were dropped, until the server has acknowledged that.
     finished_keys: list[str] = field(default_factory=list)
-    # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
-    _known_ranks: set[tuple[str, int, int]] = field(default_factory=set)
+    # All ranks that were ever seen, of the jobs that still have a process.
+    _known_ranks: set[_RankKey] = field(default_factory=set)
     _removed_keys: set[str] = field(default_factory=set)
     _is_first_scan: bool = True
     _sibling_finder: SiblingFinder = field(default_factory=lambda: SiblingFinder())
@@ -66,17 +69,14 @@ class Watchlist:
         new_processes = self._scan_rings(now_ns)
         if now_ns >= self._next_sibling_scan_ns:
             self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
-            recorded: dict[int, ProcessIdentity] = {}
+            recorded = {}
             for process in self.watched.values():
                 process.update_unrecorded(now_ns)
                 known = process.identity
+                if process.ring is None or process.exit is not None or known is None:
+                    continue
                 # No launcher numbers the members of a group that they put together by hand.
-                if (
-                    process.ring
-                    and not process.exit
-                    and known
-                    and not is_group_address(known.master)
-                ):
+                if not is_group_address(known.master):
                     recorded[process.pid] = known
             for rank in self._sibling_finder.find_siblings(recorded, self._known_ranks):
                 if run_dir.format_process_key(rank.pid, rank.start_ticks) in self.watched:
@@ -147,7 +147,7 @@ class Watchlist:
         for name in foreign_names:
             self.log.warn_once(f"{self.folder / name} is ignored: its name matches no process")
         self._removed_keys &= {file.key for file in files}
-        new_processes: list[WatchedProcess] = []
+        new_processes = []
         for file in files:
             known = self.watched.get(file.key)
             if known is not None and known.ring is None:
@@ -184,19 +184,25 @@ class Watchlist:
 
     def _record_ranks(self) -> None:
         """Records which ranks were seen, and drops the shells around ranks that have a ring."""
-        ranks: dict[str, tuple[str, int, int]] = {}  # keys: process keys
-        for key, process in self.watched.items():
-            if (known := process.identity) is not None:
-                ranks[key] = (known.job, known.restart, known.rank)
-        jobs = {job for job, _, _ in ranks.values()}
-        self._known_ranks.update(ranks.values())
+        jobs = set()
+        recorded = set()
+        unrecorded = []
+        for process in self.watched.values():
+            known = process.identity
+            if known is None:
+                continue
+            rank = (known.job, known.restart, known.rank)
+            jobs.add(known.job)
+            self._known_ranks.add(rank)
+            if process.ring is not None:
+                recorded.add(rank)
+            else:
+                unrecorded.append((process, rank))
         self._known_ranks = {rank for rank in self._known_ranks if rank[0] in jobs}
-        recorded = {rank for key, rank in ranks.items() if self.watched[key].ring is not None}
-        for key, rank in ranks.items():
-            process = self.watched[key]
-            if process.ring is None and rank in recorded:
+        for process, rank in unrecorded:
+            if rank in recorded:
                 self._drop_process(process)
-                self.finished_keys.append(key)
+                self.finished_keys.append(process.key)
 
     def _remove_files(self, process: WatchedProcess) -> None:
         if process.ring is not None and process.key not in self._removed_keys:
@@ -233,18 +239,17 @@ class SiblingFinder:
     """Finds the siblings of recorded ranks. It keeps the launchers, which are expensive to find."""
 
     proc: str = processes.PROC_ROOT
-    # Keys: pid, job and rank.
-    _launchers: dict[tuple[int, str, int], _Launcher] = field(default_factory=dict)
+    _launchers: dict[_LauncherKey, _Launcher] = field(default_factory=dict)
 
     def find_siblings(
         self,
         recorded: Mapping[int, ProcessIdentity],
-        known_ranks: Collection[tuple[str, int, int]],
+        known_ranks: Collection[_RankKey],
     ) -> list[SiblingRank]:
         """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``. The ranks of
         a world inside a rank are left out: the job in their environment is not the recorded one.
         """
-        launchers: dict[tuple[int, str, int], _Launcher] = {}
+        launchers = {}
         distinct: dict[Hashable, _Launcher] = {}  # one for each job of a launcher
         for pid, known in recorded.items():
             key = (pid, known.job, known.rank)
@@ -255,7 +260,7 @@ class SiblingFinder:
                 distinct[found.pid, found.numbers_tasks, job] = found
         self._launchers = launchers
         seen_ranks = set(known_ranks)
-        ranks: list[SiblingRank] = []
+        ranks = []
         for launcher in distinct.values():
             for child in processes.list_children(launcher.pid, self.proc):
                 if child in recorded:

@@ -49,7 +49,7 @@ _MAX_GROUPS = 64
 def probe_cgroups(host: Host) -> Iterator[Observation]:
     """Kills for memory and withheld CPU time in the ranks' cgroups, if these have counters."""
     root = host.sys / _CGROUP_ROOT
-    folders: dict[Path, None] = {}  # in the order of the ranks, each once
+    folders = {}  # in the order of the ranks, each once
     for pid in host.pids:
         for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, root):
             folders[folder if folder.is_dir() else base] = None
@@ -71,17 +71,18 @@ def probe_cgroups(host: Host) -> Iterator[Observation]:
 
 def probe_pressure(host: Host) -> Iterator[Observation]:
     """The share of time in which tasks waited for CPU, memory or storage, if it is counted."""
-    folder = host.proc / "pressure"
-    texts = {resource: read_text(folder / resource) for resource in _PRESSURE_LIMITS}
-    if not any(texts.values()):
-        raise SourceUnavailableError(
-            "the kernel does not count pressure", "start the kernel with psi=1"
-        )
+    is_counted = False
     for resource, (kind, limit) in _PRESSURE_LIMITS.items():
-        match = re.search(rf"^{kind} avg10=([\d.]+)", texts[resource], re.MULTILINE)
+        text = read_text(host.proc / "pressure" / resource)
+        is_counted |= bool(text)
+        match = re.search(rf"^{kind} avg10=([\d.]+)", text, re.MULTILINE)
         if match is not None:
             share = float(match[1])
             yield observe(PRESSURE, resource, "waiting_share", share, is_abnormal=share >= limit)
+    if not is_counted:
+        raise SourceUnavailableError(
+            "the kernel does not count pressure", "start the kernel with psi=1"
+        )
 
 
 def probe_storage(host: Host) -> Iterator[Observation]:

@@ -5,6 +5,7 @@ The format of a record is that of Documentation/ABI/testing/dev-kmsg.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -108,7 +109,7 @@ def probe(host: Host) -> tuple[Observation, ...]:
         reason = f"{path} cannot be read: {error.strerror}"
         raise SourceUnavailableError(reason, f"mount {path} into the container") from None
     now_s = host.uptime_s()
-    found: list[Observation] = []
+    found = []
     for line in log.decode(errors="replace").splitlines():
         head, separator, message = line.partition(";")
         fields = head.split(",")  # priority, sequence number, microseconds since the host started
@@ -145,7 +146,11 @@ def _attribute_xid(observation: Observation, groups: Mapping[str, str], host: Ho
     xid = find_xid(observation.now)
     if xid is None or xid.action not in (XidAction.CHECK_PROGRAM, XidAction.NONE):
         return observation
-    if xid.action is XidAction.CHECK_PROGRAM and groups["pid"] and _has_kernel_pids(host):
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(host.proc / "self/ns/pid")
+    has_kernel_pids = namespace == _INITIAL_PID_NAMESPACE  # process IDs here are those of the log
+    if xid.action is XidAction.CHECK_PROGRAM and groups["pid"] and has_kernel_pids:
         return replace(
             observation,
             what="program_xid",
@@ -153,11 +158,3 @@ def _attribute_xid(observation: Observation, groups: Mapping[str, str], host: Ho
             now=f"{observation.now} on {observation.about}",
         )
     return replace(observation, weight=Weight.HINT)
-
-
-def _has_kernel_pids(host: Host) -> bool:
-    """Whether process IDs here are those of the kernel log."""
-    try:
-        return os.readlink(host.proc / "self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
+from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import HardwareReply
 
 from ..system.runtime import OrderWorker
@@ -27,11 +28,10 @@ MAX_WAITING_ORDERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareOrder:
-    """An order for one reading. Without a request, the reading is the next baseline."""
+    """An order for one reading. Without a command, the reading is the next baseline."""
 
     pids: tuple[int, ...]
-    key: str = ""
-    request_id: str = ""
+    command: Command | None = None
     onset_ns: int = 0
 
 
@@ -68,7 +68,8 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
 
     def execute_order(self, order: HardwareOrder) -> tuple[HardwareReply, int] | None:
         host = self._make_host(order.pids)
-        if not order.request_id:
+        command = order.command
+        if command is None:
             counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
             reading = self._reader.read_sources(counted, host)
             self._absent.update(missing.source for missing in reading.unavailable)
@@ -76,18 +77,24 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             return None
         reading = self._reader.read_sources(self._sources, host)
         reply = HardwareReply(
-            key=order.key,
-            request=order.request_id,
+            key=command.key,
+            request=command.id,
             observations=self._baselines.find_changes(reading, order.onset_ns),
             unavailable=reading.unavailable,
         )
         return reply, reading.taken_ns
 
     def explain_failure(self, order: HardwareOrder, error: str) -> tuple[HardwareReply, int] | None:
+        if order.command is None:
+            return None
         reason = f"hangwatch failed to read them: {error}"
         failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
-        reply = HardwareReply(key=order.key, request=order.request_id, unavailable=(failed,))
-        return (reply, time.monotonic_ns()) if order.request_id else None
+        return refuse_reading(order.command, failed), time.monotonic_ns()
+
+
+def refuse_reading(command: Command, problem: UnavailableSource) -> HardwareReply:
+    """The reply where no source can be read."""
+    return HardwareReply(key=command.key, request=command.id, unavailable=(problem,))
 
 
 class Baselines:
@@ -107,12 +114,13 @@ class Baselines:
                 baseline = earlier
         compared = baseline.observations if baseline is not None else ()
         values = {_get_key(observation): observation.now for observation in compared}
-        changes: list[Observation] = []
+        changes = []
         for observation in reading.observations:
             before = values.get(_get_key(observation))
-            has_changed = before is not None and before != observation.now
-            if observation.weight is Weight.FACT or observation.is_abnormal or has_changed:
-                changes.append(replace(observation, before=before if has_changed else None))
+            if before is not None and before != observation.now:
+                changes.append(replace(observation, before=before))
+            elif observation.weight is Weight.FACT or observation.is_abnormal:
+                changes.append(observation)
         changes.sort(key=lambda observation: list(Weight).index(observation.weight))
         return tuple(changes[:MAX_OBSERVATIONS])
 

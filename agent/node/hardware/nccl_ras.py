@@ -90,7 +90,7 @@ def _connect(address: str) -> socket.socket:
 def _check_owner(host: Host, address: str) -> None:
     """Raises SourceUnavailableError if it is the process of another job that listens there."""
     _, port = _parse_address(address)
-    sockets: set[str] = set()  # as in /proc/PID/fd
+    sockets = set()  # as in /proc/PID/fd
     for name in ("tcp", "tcp6"):
         # The columns are those of proc_pid_net(5).
         for line in read_text(host.proc / "net" / name).splitlines()[1:]:

@@ -97,7 +97,7 @@ class ReaderProcess:
         """Reads these sources. Those that may block have one time limit together."""
         give_up_at = time.monotonic() + TIME_LIMIT_S
         results: list[SourceResult] = []
-        blocking: list[Source] = []
+        blocking = []
         for source in sources:
             if source.may_block:
                 try:
@@ -116,7 +116,7 @@ class ReaderProcess:
         results += self.collect(give_up_at - time.monotonic())
         return Reading(
             taken_ns=taken_ns,
-            observations=tuple(item for observations, _ in results for item in observations),
+            observations=tuple(item for observed, _ in results for item in observed),
             unavailable=tuple(missing for _, missing in results if missing is not None),
         )
 
@@ -161,13 +161,14 @@ class ReaderProcess:
             for line in lines:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     document = json.loads(line)
-                    observations = tuple(
-                        Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
-                        for item in document["observations"]
-                    )
+                    observed = []
+                    for item in document["observations"]:
+                        observation = Observation(**item)
+                        weight = Weight(observation.weight)
+                        observed.append(dataclasses.replace(observation, weight=weight))
                     missing = document["unavailable"]
                     unavailable = UnavailableSource(**missing) if missing else None
-                    results[document["source"]] = observations, unavailable
+                    results[document["source"]] = tuple(observed), unavailable
         is_late = time.monotonic() >= give_up_at
         status = None
         if len(results) < len(self._names):
@@ -179,15 +180,18 @@ class ReaderProcess:
         for name in self._names:
             if name in results:
                 continue
-            observations = ()
-            reason, remedy = f"its reader ended with status {status}", "please report this"
             if is_late:
                 limit = f"{TIME_LIMIT_S:g} s"
-                observations = (observe(name, name, "does_not_return", limit, is_abnormal=True),)
+                observation = observe(name, name, "does_not_return", limit, is_abnormal=True)
                 reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
-                remedy = _BLOCKED_REMEDY
-            unavailable = UnavailableSource(source=name, reason=reason, remedy=remedy)
-            results[name] = observations, unavailable
+                unavailable = UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
+                results[name] = (observation,), unavailable
+            else:
+                reason = f"its reader ended with status {status}"
+                unavailable = UnavailableSource(
+                    source=name, reason=reason, remedy="please report this"
+                )
+                results[name] = (), unavailable
         return [results[name] for name in self._names]
 
     def close(self) -> None:

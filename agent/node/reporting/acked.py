@@ -15,7 +15,7 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.parts import THREAD, DeviceEntry, compute_age_s
-from hangwatch.ring.reader import RingDelta, RingReader, RingSnapshot, StreamState
+from hangwatch.ring.reader import RingDelta, RingReader, RingSnapshot, StreamStates
 from hangwatch.ring.sampling import thin_checks
 
 _MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
@@ -58,7 +58,7 @@ class AckedState:
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
     # The dormant streams that were reported, see `RingSnapshot`.
-    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+    dormant_chunks: tuple[StreamStates, ...] = ()
     check_entries: int = 0  # the last entry of the check table that the last update had
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
     # The retractions that were reported last, by stream uid
@@ -168,7 +168,7 @@ class UnackedHistory:
 
     def add_delta(self, delta: RingDelta) -> list[tuple[int, int]]:
         """Adds what was read. Returns (uid, seq) of the calls read earlier and retracted since."""
-        late: list[tuple[int, int]] = []
+        late = []
         for index, (uid, seq) in delta.retracted.items():
             if index >= self.first_unread or index in self._retracted:
                 continue

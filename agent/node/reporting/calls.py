@@ -24,16 +24,7 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import (
-    DONE_NS,
-    ENTERED_NS,
-    FLAGS,
-    SEQ,
-    STAMP,
-    UID,
-    Record,
-    compute_age_s,
-)
+from hangwatch.ring.parts import DONE_NS, ENTERED_NS, FLAGS, SEQ, STAMP, UID, Record, compute_age_s
 from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 
@@ -51,6 +42,7 @@ _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 # after this time.
 _MAX_LATER_CALLS = 64
 _MAX_DURATION_WAIT_NS = 5_000_000_000
+_MAX_DURATION_NS = int(MAX_DURATION_US * 1000)
 
 # Flags are plain integers here, since `&` of an enum is slow.
 _TIMED_FLAG = int(RecordFlag.TIMED)
@@ -191,23 +183,22 @@ class ProcessTally:
             self._record_duration(record, shape)
 
     def _record_duration(self, record: Record, shape: _CallShape) -> None:
-        if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
-            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
+        flags, done_ns = record[FLAGS], record[DONE_NS]
+        if not (flags & _TIMED_FLAG and done_ns):
+            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not flags & _RAISED_FLAG:
                 self._unfinished[record[STAMP] - 1] = record, shape
             return
         stream = self._streams[record[UID]]
-        seq = record[SEQ]
-        took_ns = max(0, record[DONE_NS] - record[ENTERED_NS])
-        took_ns = min(took_ns, int(MAX_DURATION_US * 1000))
+        took_ns = max(0, min(done_ns - record[ENTERED_NS], _MAX_DURATION_NS))
         stream.timed_ops.add(shape.op)
         stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
-        if seq in stream.samples:
-            before, after = stream.samples[seq][:3], stream.samples[seq][4:]
-            stream.samples[seq] = (*before, took_ns // 1000, *after)
+        sample = stream.samples.get(record[SEQ])
+        if sample is not None:
+            stream.samples[record[SEQ]] = (*sample[:3], took_ns // 1000, *sample[4:])
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""
-        parts: list[heartbeat.StreamPerformance] = []
+        parts = []
         for uid, stream in self._streams.items():
             if not stream.totals_by_class:
                 continue
@@ -310,7 +301,7 @@ class CallLog:
     def add_records(self, records: Iterable[Record]) -> None:
         """Adds new records in the order in which they were written."""
         pack = _ENTRY.pack
-        packed: list[bytes] = []
+        packed = []
         for record in records:
             _, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_ = record
             packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
@@ -332,7 +323,7 @@ class CallLog:
         self, reader: RingReader, now_ns: int, uid: int, first: int, last: int, step: int
     ) -> list[Call]:
         """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
-        calls: list[Call] = []
+        calls = []
         for entry in _ENTRY.iter_unpack(self._entries):
             seq, chain, entered_ns, entry_uid, signature, site, thread, flags = entry
             if entry_uid == uid and first <= seq <= last and seq % step == 0:

@@ -55,7 +55,7 @@ def make_terse_update(
         if part.calls and part.completed is not None:
             return None
 
-    reported_uids: set[int] = set()
+    reported_uids = set()
     for state in snapshot.streams:
         known = before.streams.get(state.uid)
         is_known_as_blocked = (

@@ -8,19 +8,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.incidents import FlightFile
 from hangwatch.model.limits import BLOCKED_AFTER_S
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo
+from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.protocol.heartbeat import (
     MAX_CHECKPOINTS,
     DeviceStatus,
-    ProcessIdentity,
     ProcessUpdate,
     StreamIdentity,
     StreamUpdate,
@@ -46,18 +44,10 @@ FetchCalls = Callable[[int, int, int], list[Call]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """The state of one process at one moment. Times are ages in seconds."""
+    """The state of one process at one moment: what is known without its ring, and the ring."""
 
-    key: str
-    identity: ProcessIdentity
+    process: ProcessUpdate
     snapshot: RingSnapshot | None = None
-    state: str = "?"
-    idle_s: float = 0.0
-    cpu_s: float = 0.0
-    exit: ExitInfo | None = None
-    exit_age_s: float = 0.0
-    faults: tuple[str, ...] = ()
-    flight_file: FlightFile | None = None
 
 
 # A ring that cannot be read has no streams, which does not mean that they were closed.
@@ -77,8 +67,10 @@ def compose_update(
     ``last_calls`` are the last calls of every stream of a process that has exited.
     """
     before = acked or AckedState()
+    process = view.process
+    identity = process.identity
     ring = view.snapshot or _NO_RING
-    is_ending = view.exit is not None and not before.includes_exit
+    is_ending = process.ended is not None and not before.includes_exit
     stream_fields, streams = _compose_stream_fields(
         ring, before, history, now_ns, fetch_calls, last_calls if is_ending else None
     )
@@ -91,14 +83,21 @@ def compose_update(
         "device": device_statuses,
     }
 
-    is_known = view.identity is before.identity or view.identity == before.identity
-    status_key = _make_status_key(view, ring, now_ns)
+    is_known = identity is before.identity or identity == before.identity
+    # What is reported when it changes, besides the step. R counts as S, since they alternate.
+    state = "S" if process.state in "RSI" else process.state
+    phase_began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
+    exceptions = str((ring.exception, ring.handled_exception))
+    status_key = (
+        process.ended, state, process.faults, ring is _NO_RING, ring.lifecycle, ring.phase,
+        phase_began_ms, ring.phase_limit_s, ring.dropped, ring.faults, exceptions, process.flight_file,
+    )  # fmt: skip
     is_changed = not is_known or status_key != before.status_key or ring.step != before.step
     # The recorder has not run yet if its pulse is 0.
-    silent_s = min(view.idle_s, ring.pulse_s) if ring.pulse_s else view.idle_s
+    silent_s = min(process.idle_s, ring.pulse_s) if ring.pulse_s else process.idle_s
     alive_ns = now_ns - int(1e9 * silent_s)
     is_pulse_due = (
-        view.exit is None
+        process.ended is None
         and alive_ns > before.last_alive_ns + 1_000_000
         and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
     )
@@ -106,7 +105,7 @@ def compose_update(
         return None, before
 
     after = AckedState(
-        identity=view.identity,
+        identity=identity,
         status_key=status_key,
         step=ring.step,
         reported_at_ns=now_ns,
@@ -117,40 +116,36 @@ def compose_update(
         device_entries=device_entries,
         retractions=dict(history.retractions),
     )
-    identity = None if is_known else view.identity
-    return _make_update(view, ring, now_ns, identity=identity, **additions), after
+    additions["identity"] = None if is_known else identity
+    return _add_ring_state(process, ring, now_ns, **additions), after
 
 
-def _make_update(
-    view: ProcessView, ring: RingSnapshot, now_ns: int, **additions: Any
+def _add_ring_state(
+    process: ProcessUpdate, ring: RingSnapshot, now_ns: int, **additions: Any
 ) -> ProcessUpdate:
-    """The update with the state of the process, and with what it has to report besides."""
+    """The update with the state of its ring, and with what it has to report besides."""
     raised = parse_exception(ring.exception)
     raised_ns = (ring.exception or {}).get("at_ns")
     raised_s = 0.0
     if raised is not None and isinstance(raised_ns, int):
         raised_s = compute_age_s(now_ns, raised_ns)
-    return ProcessUpdate(
-        key=view.key,
+    torch_version = process.identity.torch if process.identity is not None else ""
+    return replace(
+        process,
         lifecycle=ring.lifecycle,
         step=ring.step,
         phase=ring.phase,
         phase_s=ring.phase_s if ring.phase else 0.0,
         phase_limit_s=ring.phase_limit_s,
         pulse_s=round(ring.pulse_s, 4) or None,
-        state=view.state,
-        idle_s=round(view.idle_s, 3),
-        cpu_s=view.cpu_s,
-        ended=view.exit,
-        ended_s=view.exit_age_s,
+        idle_s=round(process.idle_s, 3),
         raised=raised,
         raised_s=raised_s,
         handling=parse_exception(ring.handled_exception),
         dropped=ring.dropped,
-        faults=view.faults + ring.faults,
+        faults=process.faults + ring.faults,
         opened=ring.opened,
-        flight_file=view.flight_file,
-        device_setting=find_missing_setting(ring.device_status, view.identity.torch),
+        device_setting=find_missing_setting(ring.device_status, torch_version),
         **additions,
     )
 
@@ -172,8 +167,8 @@ def _compose_stream_fields(
     for chunk, reported_chunk in zip_longest(ring.dormant_chunks, reported_chunks):
         if chunk is not reported_chunk and chunk is not None:
             states += [state.update_ages(now_ns) for state in chunk]
-    streams: list[StreamUpdate] = []
-    losses: list[tuple[int, int, int]] = []
+    streams = []
+    losses = []
     after = dict(before.streams)
     for state in states:
         known = before.streams.get(state.uid)
@@ -194,17 +189,6 @@ def _compose_stream_fields(
         del after[uid]
     fields = {"streams": tuple(streams), "losses": tuple(losses), "closed": tuple(closed)}
     return fields, after
-
-
-def _make_status_key(view: ProcessView, ring: RingSnapshot, now_ns: int) -> tuple[Any, ...]:
-    """What is reported when it changes, besides the step. R counts as S, since they alternate."""
-    state = "S" if view.state in "RSI" else view.state
-    began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
-    exceptions = str((ring.exception, ring.handled_exception))
-    return (
-        view.exit, state, view.faults, ring is _NO_RING, ring.lifecycle, ring.phase, began_ms,
-        ring.phase_limit_s, ring.dropped, ring.faults, exceptions, view.flight_file,
-    )  # fmt: skip
 
 
 def select_checkpoints(
@@ -322,18 +306,19 @@ _pack_cached = functools.lru_cache(maxsize=64)(pack_ranks)
 
 
 def _make_stream_identity(state: StreamState) -> StreamIdentity:
+    group = state.group
     return StreamIdentity(
         kind=state.kind,
-        name=state.group.name,
-        desc=state.group.desc,
-        ranks=_pack_cached(state.group.ranks),
-        backend=state.group.backend,
-        generation=state.group.generation,
-        world=state.group.world_size,
+        name=group.name,
+        desc=group.desc,
+        ranks=_pack_cached(group.ranks),
+        backend=group.backend,
+        generation=group.generation,
+        world=group.world_size,
         peer=state.peer,
         tag=state.tag,
-        foreign=state.group.foreign,
-        number=state.group.number,
+        foreign=group.foreign,
+        number=group.number,
     )
 
 
@@ -341,7 +326,7 @@ def _compose_device_statuses(
     ring: RingSnapshot, before: AckedState, now_ns: int
 ) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
     """The counters to report, and those that the server will know, by stream uid."""
-    statuses: list[DeviceStatus] = []
+    statuses = []
     after = dict(before.device_entries)
     uids = {state.uid for state in ring.streams} if ring.device_entries else set()
     for entry in ring.device_entries:

@@ -165,7 +165,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         outcome = self._exchange(post, body, headers)
         if self._client.is_server_known:
             return outcome
-        pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+        pause_s = compute_pause_s(began_cpu_s)
         if outcome.reply is None:
             return replace(outcome, retry_after_s=max(outcome.retry_after_s, pause_s))
         reply = outcome.reply
@@ -247,16 +247,18 @@ def find_refused_process(errors: Any, heartbeat: Any) -> str:
     """The key of the process whose update has an error; empty if the errors name none. Raises TypeError
     or KeyError.
     """
+    updates = heartbeat.get("processes", ())
     for error in errors:
-        if place := _PROCESS_ERROR.search(str(error["message"])):
-            updates = heartbeat.get("processes", ())
-            return str(updates[int(place[1])]["key"]) if int(place[1]) < len(updates) else ""
+        place = _PROCESS_ERROR.search(str(error["message"]))
+        if place is not None:
+            number = int(place[1])
+            return str(updates[number]["key"]) if number < len(updates) else ""
     return ""
 
 
-def compute_pause_s(cpu_s: float) -> float:
-    """How long to wait after an exchange that took this much CPU time."""
-    return cpu_s / _MAX_CPU_SHARE
+def compute_pause_s(began_cpu_s: float) -> float:
+    """How long to wait after an exchange that began at this CPU time of this thread."""
+    return (time.thread_time() - began_cpu_s) / _MAX_CPU_SHARE
 
 
 def parse_retry_after_s(header: str) -> float:
@@ -389,11 +391,9 @@ class Outbox:
                 if isinstance(reply, StackReply | HardwareReply):
                     reply = replace(reply, taken_s=compute_age_s(now_ns, taken_ns))
                 replies.append(reply)
+                if isinstance(reply, RecordingReply) and reply.profile:
+                    break
             pending[name] = tuple(replies)
-        for number, recording in enumerate(pending["recordings"], 1):
-            if recording.profile:
-                pending["recordings"] = pending["recordings"][:number]
-                break
         return pending
 
     def mark_delivered(self, heartbeat: Heartbeat) -> None:

@@ -33,7 +33,7 @@ def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _C
     """The free memory of the host, or of the container that this process is in; 0 if it is unknown.
     Sources: proc(5), and Documentation/admin-guide/cgroup-v{1,2} of the kernel.
     """
-    free_bytes: list[int] = []
+    free_bytes = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         free_bytes.append(_parse_counters(Path(proc, "meminfo"))["MemAvailable:"] << 10)
     folders = [

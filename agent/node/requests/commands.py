@@ -9,28 +9,22 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
 from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, allows_abort
-from hangwatch.protocol.heartbeat import (
-    COMMANDS_PATH,
-    AbortReply,
-    CallsReply,
-    HardwareReply,
-    StackReply,
-)
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, AbortReply, CallsReply, StackReply
 from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient
-from ..discovery.watched import WatchedProcess, list_live_pids
-from ..hardware.monitor import HardwareMonitor, HardwareOrder
+from ..discovery.watched import WatchedByKey, WatchedProcess, list_live_pids
+from ..hardware.monitor import HardwareMonitor, HardwareOrder, refuse_reading
 from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
-from ..stacks.sampler import SampleOrder, StackSampler
+from ..stacks.sampler import SampleOrder, StackSampler, make_stack_reply
 from ..system.runtime import AgentLog
 from .recordings import RecordingOrder, RecordingWorker
 from .traces import UNKNOWN_PROCESS, TraceRequests
@@ -48,6 +42,7 @@ class CommandExecutor:
     replies are added to the outbox, now or when the parts that make them have finished.
     """
 
+    watched: WatchedByKey
     sampler: StackSampler
     recordings: RecordingWorker
     hardware: HardwareMonitor
@@ -57,14 +52,12 @@ class CommandExecutor:
     abort_tracker: AbortTracker = field(default_factory=lambda: AbortTracker())
     _executed_ids: deque[str] = field(default_factory=lambda: deque(maxlen=codec.MAX_COMMANDS))
 
-    def execute_command(
-        self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
-    ) -> None:
+    def execute_command(self, command: Command, now_ns: int) -> None:
         """Starts to execute a command, unless that was done before."""
         if command.id in self._executed_ids:
             return
         self._executed_ids.append(command.id)
-        process = watched.get(command.key)
+        process = self.watched.get(command.key)
         reply: CommandReply | None = None
         if command.kind is CommandKind.TRACE:
             self.traces.add_request(command, now_ns)
@@ -74,15 +67,12 @@ class CommandExecutor:
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
-            order = HardwareOrder(
-                pids=list_live_pids(watched.values()),
-                key=command.key,
-                request_id=command.id,
-                onset_ns=now_ns - int(command.since_s * 1e9),
-            )
+            pids = list_live_pids(self.watched.values())
+            onset_ns = now_ns - int(command.since_s * 1e9)
+            order = HardwareOrder(pids=pids, command=command, onset_ns=onset_ns)
             if not self.hardware.submit_order(order):
                 refused = UnavailableSource(source="all", reason="too many readings are queued")
-                reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
+                reply = refuse_reading(command, refused)
         elif command.stops:
             self.recordings.stop_recording(command.stops)
         else:
@@ -90,10 +80,10 @@ class CommandExecutor:
         if reply is not None:  # otherwise it comes with the result
             self.outbox.add_reply(reply, now_ns)
 
-    def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
+    def collect_results(self) -> None:
         """Adds the replies of what has been finished to the outbox."""
         for result in self.sampler.take_results():
-            process = watched.get(result.key)
+            process = self.watched.get(result.key)
             if process is not None and result.refusal:
                 fault = result.refusal
                 if find_faulthandler_registration(process) is not None:
@@ -107,7 +97,7 @@ class CommandExecutor:
         now_ns = time.monotonic_ns()
         for recording in self.recordings.take_results():
             self.outbox.add_reply(recording, now_ns)
-        for outcome in self.abort_tracker.check_exits(watched, now_ns):
+        for outcome in self.abort_tracker.check_exits(self.watched, now_ns):
             self.outbox.add_reply(outcome, now_ns)
 
     def _order_stacks(
@@ -132,13 +122,7 @@ class CommandExecutor:
             problem = "too many stack dumps are queued on this node: try again later"
         if is_recording:
             return RecordingReply(key=command.key, request=command.id, error=problem)
-        return StackReply(
-            key=command.key,
-            request=command.id,
-            source="py-spy",
-            native=command.native,
-            error=problem,
-        )
+        return make_stack_reply(command, problem)
 
 
 def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -> CallsReply:
@@ -180,12 +164,10 @@ def make_sample_order(process: WatchedProcess, command: Command | None = None) -
                 if call.site:
                     newest_call += f" at {call.site}"
     return SampleOrder(
+        command=command,
         key=process.key,
         pid=process.pid,
         start_ticks=process.start_ticks,
-        request_id=command.id if command is not None else "",
-        native=command is not None and command.native,
-        device=command is not None and command.device,
         ring_path=process.ring.path if process.ring else None,
         registration=find_faulthandler_registration(process),
         callers=callers,
@@ -271,7 +253,7 @@ class CommandPoll:
                 for command in commands:
                     self._commands.put(command)
                 self._wake()
-            pause_s = compute_pause_s(time.thread_time() - began_cpu_s)
+            pause_s = compute_pause_s(began_cpu_s)
             pause_s = max(pause_s, began_at + _MIN_POLL_INTERVAL_S - time.monotonic())
             if self._closing.wait(pause_s):
                 break
@@ -307,32 +289,33 @@ class AbortTracker:
         if process.exit is not None:
             return replace(reply, ended=process.exit)
         on_hang = process.identity.on_hang if process.identity is not None else ""
+        problem = ""
         if not allows_abort(on_hang):
             state = f"HANGWATCH_ON_HANG={on_hang}" if on_hang else "no HANGWATCH_ON_HANG"
             problem = (
                 f"{state} in its environment does not allow that: start the job with"
                 " HANGWATCH_ON_HANG=abort"
             )
-            return replace(reply, error=problem)
-        if process.pidfd is None:
+        elif process.pidfd is None:
             problem = (
                 "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process"
                 " that has the same pid by now"
             )
-            return replace(reply, error=problem)
-        try:
-            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
-        except ProcessLookupError:
-            pass  # the process has just ended: `check_exits` will find that
-        except OSError as refusal:
-            problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+        else:
+            try:
+                signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+            except ProcessLookupError:
+                pass  # the process has just ended: `check_exits` will find that
+            except OSError as refusal:
+                problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+        if problem:
             return replace(reply, error=problem)
         self._signalled[command.key] = (command.id, now_ns)
         return None
 
-    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> list[AbortReply]:
+    def check_exits(self, watched: WatchedByKey, now_ns: int) -> list[AbortReply]:
         """The replies for the signalled processes that have ended or whose time is up."""
-        replies: list[AbortReply] = []
+        replies = []
         for key, (request, since_ns) in list(self._signalled.items()):
             process = watched.get(key)
             exit_info = process.exit if process is not None else None

@@ -15,8 +15,9 @@ from dataclasses import replace
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.stacks.activities import find_calling_thread
 
-from ..system.native_code import CodeMap, is_in_driver
-from .pyspy import PySpy, PySpyError, ThreadPlace
+from ..system.native_code import is_in_driver
+from ..system.processes import ThreadStacks, read_mappings
+from .pyspy import PySpy, PySpyError
 
 # The pauses before the readings. They are uneven, so that a loop is not read at the same step each time.
 _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
@@ -24,9 +25,7 @@ _READING_GAPS_S = (0.0, 0.11, 0.23, 0.17, 0.29)
 _MAX_FAILED_READINGS = 4
 
 
-def mark_device_hold(
-    threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
-) -> tuple[ThreadStack, ...]:
+def mark_device_hold(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> ThreadStacks:
     """The stacks of a process, with `ThreadStack.device_hold`, unless too many readings failed."""
     caller = find_calling_thread(threads)
     hold: int | None = 0
@@ -42,14 +41,14 @@ def mark_device_hold(
 
 
 def _read_hold(pid: int, tid: int, pyspy: PySpy) -> int | None:
-    code = CodeMap.read(pid, pyspy.proc)
-    places: set[ThreadPlace] = set()
-    readings: list[bool | None] = []
+    mappings = read_mappings(pid, pyspy.proc)
+    places = set()
+    readings = []
     for gap_s in _READING_GAPS_S:
         time.sleep(gap_s)
-        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        readings.append(is_in_driver(pid, tid, mappings, pyspy.proc))
         places.add(pyspy.read_place(pid, tid))
-        readings.append(is_in_driver(pid, tid, code, pyspy.proc))
+        readings.append(is_in_driver(pid, tid, mappings, pyspy.proc))
         if False in readings or len(places) > 1:
             return 0
     if readings.count(None) > _MAX_FAILED_READINGS:

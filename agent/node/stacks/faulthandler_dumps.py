@@ -28,6 +28,7 @@ from hangwatch.ring.layout import LIVE_OFFSET, LiveWord
 
 from ...environment import run_dir
 from ..system import processes, thread_waits
+from ..system.processes import ThreadStacks
 
 ANSWER_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 0.02
@@ -74,7 +75,7 @@ class FaulthandlerRegistration:
 class OwnDump:
     """A rank's stacks. ``note``: where the thread is that keeps the GIL; empty if none does."""
 
-    threads: tuple[ThreadStack, ...]
+    threads: ThreadStacks
     note: str = ""
 
 
@@ -133,9 +134,9 @@ class _DumpingRank:
         candidates: list[int] = []  # the threads that may keep the GIL
         while not candidates:
             if time.monotonic() >= deadline:
+                wait = thread_waits.describe_wait(self.pid, thread, self.proc)
                 raise FaultStacksError(
-                    f"the recorder's thread did not answer within {self.wait_s:g} s: it is"
-                    f" {thread_waits.describe_wait(self.pid, thread, self.proc)}"
+                    f"the recorder's thread did not answer within {self.wait_s:g} s: it is {wait}"
                 )
             if self._read_word(LiveWord.STACKS_ANSWER) == number:
                 return OwnDump(threads=self._parse_output(offset=0))
@@ -152,19 +153,20 @@ class _DumpingRank:
         holders = [s for s in stacks if s.frames and s.tid in candidates]
         if len(holders) == 1:
             stacks = tuple(replace(s, holds_gil=s is holders[0]) for s in stacks)
-        candidates = [s.tid for s in holders if s.tid is not None] or candidates
+        if holders:
+            candidates = [s.tid for s in holders if s.tid is not None]
         return OwnDump(threads=stacks, note=self._describe_holders(candidates))
 
     def _read_word(self, word: LiveWord) -> int:
         return int.from_bytes(os.pread(self.ring_fd, 8, LIVE_OFFSET + 8 * word), "little")
 
-    def _dump_by_signal(self, thread: int) -> tuple[ThreadStack, ...]:
+    def _dump_by_signal(self, thread: int) -> ThreadStacks:
         """The stacks that the handler writes without the GIL. Raises FaultStacksError."""
         number = self.registration.signal
         if number is None:
             raise FaultStacksError("no signal was free for faulthandler")
         # A signal that is not caught would kill the process, and the stacks could go to another file.
-        status = processes.read_status(f"{self.pid}/task/{thread}", self.proc)
+        status = processes.read_fields(f"{self.proc}/{self.pid}/task/{thread}/status")
         bit = 1 << (number - 1)
         if not int(status.get("SigCgt", "0"), 16) & bit:
             raise FaultStacksError(
@@ -199,16 +201,16 @@ class _DumpingRank:
             raise FaultStacksError(f"its handler wrote nothing within {self.wait_s:g} s")
         return self._parse_output(offset)
 
-    def _parse_output(self, offset: int) -> tuple[ThreadStack, ...]:
+    def _parse_output(self, offset: int) -> ThreadStacks:
         """The stacks that the rank wrote from ``offset`` on, with names, ids and CPU times."""
         with open(self.ring_path.with_suffix(run_dir.STACKS_SUFFIX), "rb") as output:
             output.seek(offset)
             text = output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
-        thread_list: dict[int, tuple[int | None, str]] = {}
-        path = self.ring_path.with_suffix(run_dir.THREADS_SUFFIX)
+        thread_list = {}
         # Threads that are not in this file are named by their ident.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            for ident, tid, name in json.loads(path.read_bytes()):
+            listed = self.ring_path.with_suffix(run_dir.THREADS_SUFFIX).read_bytes()
+            for ident, tid, name in json.loads(listed):
                 thread_list[int(ident)] = (tid if isinstance(tid, int) else None, str(name))
         stacks = parse_stacks(text, self.registration.main_thread, thread_list)
         if stacks[0].main:
@@ -217,10 +219,11 @@ class _DumpingRank:
 
     def _describe_holders(self, candidates: Sequence[int]) -> str:
         """The place in the kernel of the thread that keeps the GIL, or of several that may."""
-        texts: list[str] = []
+        texts = []
         for tid in sorted(candidates, key=lambda tid: tid != self.pid)[:3]:
             name = "the main thread" if tid == self.pid else f"thread {tid}"
-            texts.append(f"{name} is {thread_waits.describe_wait(self.pid, tid, self.proc)}")
+            wait = thread_waits.describe_wait(self.pid, tid, self.proc)
+            texts.append(f"{name} is {wait}")
         where = "" if len(candidates) == 1 else " in one of the threads that do not wait for it"
         return f"native code keeps the GIL{where}: {', '.join(texts)}"
 
@@ -229,7 +232,7 @@ def parse_stacks(
     text: str,
     main_thread: int | None = None,
     thread_list: Mapping[int, tuple[int | None, str]] = MappingProxyType({}),
-) -> tuple[ThreadStack, ...]:
+) -> ThreadStacks:
     """The stacks in faulthandler's output, main thread first; ``main_thread`` is its ident
     (threading.main_thread().ident), and ``thread_list`` the system's ids and names by ident.
 
@@ -240,7 +243,7 @@ def parse_stacks(
             "this Python runs without the GIL: to read its stacks from inside, all threads would"
             " have to stop"
         )
-    stacks: list[ThreadStack] = []
+    stacks = []
     for line in text.splitlines():
         if header := _THREAD_HEADER_RE.match(line):
             _, number, name = header.groups()

@@ -19,6 +19,7 @@ from pathlib import Path
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
 
 from ..system import permission, processes, thread_waits
+from ..system.processes import ThreadStacks
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
@@ -62,7 +63,7 @@ class PySpy:
 
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
-    ) -> tuple[ThreadStack, ...]:
+    ) -> ThreadStacks:
         """The stacks of one process. Raises PySpyError.
 
         The process is paused if it runs Python or ``native`` frames are read, but never with
@@ -82,7 +83,7 @@ class PySpy:
             threads = self._dump_undisturbed(pid)
             if threads is not None:
                 return threads
-        options: list[str] = []
+        options = []
         if native:
             options.append("--native")
         elif is_stopped or nonblocking:
@@ -98,7 +99,7 @@ class PySpy:
                 ) from error
             raise
 
-    def _dump_undisturbed(self, pid: int) -> tuple[ThreadStack, ...] | None:
+    def _dump_undisturbed(self, pid: int) -> ThreadStacks | None:
         """The stacks of a process that is not paused; None if they changed while they were read.
         Raises PySpyError if a pause would not help.
         """
@@ -119,9 +120,9 @@ class PySpy:
             except OSError:  # the process has ended, which the next attempt reports
                 return None
             # A thread that holds the GIL and does not run keeps all others from running Python.
-            deciding = [thread for thread in threads if thread.holds_gil] or [
-                thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
-            ]
+            deciding = [thread for thread in threads if thread.holds_gil]
+            if not deciding:
+                deciding = [thread for thread in threads if thread.thread != RECORDER_THREAD_NAME]
             for thread in deciding:
                 tid = thread.tid or 0
                 if not thread_waits.was_asleep(before.get(tid), after.get(tid)):
@@ -135,9 +136,7 @@ class PySpy:
         """
         return parse_place(self._read_dump(pid, ["--locals", "--nonblocking"], self.timeout_s), tid)
 
-    def _run_dump(
-        self, pid: int, options: Sequence[str], timeout_s: float
-    ) -> tuple[ThreadStack, ...]:
+    def _run_dump(self, pid: int, options: Sequence[str], timeout_s: float) -> ThreadStacks:
         output = self._read_dump(pid, options, timeout_s)
         return processes.add_cpu_times(parse_dump(output), pid, self.proc)
 
@@ -234,7 +233,7 @@ def parse_place(output: bytes, tid: int) -> ThreadPlace:
                 own_tid = thread["pid"]
             if own_tid != tid:
                 continue
-            frames: list[_FramePlace] = []
+            frames = []
             for frame in thread["frames"][:_MAX_FRAMES]:
                 variables = [(v["name"], v["addr"], v["repr"]) for v in frame["locals"] or ()]
                 line = (str(frame["filename"]), str(frame["name"]), int(frame["line"]))
@@ -245,9 +244,9 @@ def parse_place(output: bytes, tid: int) -> ThreadPlace:
     raise PySpyError("the thread has ended")
 
 
-def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
+def parse_dump(output: bytes) -> ThreadStacks:
     """The stacks in py-spy's JSON, main thread first. Raises PySpyError."""
-    stacks: list[ThreadStack] = []
+    stacks = []
     try:
         for thread in json.loads(output):
             tid = thread.get("os_thread_id")

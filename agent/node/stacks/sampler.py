@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from hangwatch.model.ranks import Frame, ThreadStack
+from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import StackReply
 from hangwatch.ring.reader import Caller
 from hangwatch.stacks.activities import LOCK, classify_activity, find_calling_thread
@@ -26,6 +28,7 @@ from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, ru
 
 from ..system import permission, processes
 from ..system.awaited import Awaited, find_holders, read_awaited
+from ..system.processes import ThreadStacks
 from ..system.runtime import OrderWorker
 from ..system.transfers import TransferMeter
 from . import faulthandler_dumps
@@ -45,9 +48,7 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = (
-    8  # the frames of a thread that get their source text, besides one of user code
-)
+MAX_INNERMOST_FRAMES = 8  # frames of a thread with source text, besides one of user code
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
@@ -56,14 +57,12 @@ _COMPLETION_METHOD = "is_completed"  # the method of a Work that polls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """An order for the stacks of a process or, without ``request_id``, for a check of py-spy."""
+    """An order for the stacks of a process or, without a command, for a check of py-spy."""
 
+    command: Command | None
     key: str
     pid: int
     start_ticks: int
-    request_id: str
-    native: bool
-    device: bool  # find out whether its device holds the thread that makes its calls
     ring_path: Path | None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None
     callers: tuple[Caller, ...]  # the threads that make its calls
@@ -98,10 +97,10 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
     def explain_failure(self, order: SampleOrder, error: str) -> SampleResult | None:
-        if not order.request_id:
+        if order.command is None:
             return None
         problem = f"hangwatch failed to take stacks: {error}; please report this"
-        failed = replace(_make_reply(order), error=problem)
+        failed = make_stack_reply(order.command, problem)
         return SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
@@ -124,24 +123,20 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 
     def execute_order(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
-        if not order.request_id:
+        command = order.command
+        if command is None:
             return self._probe_access(order)
         self._preempt_recording(order.key)
-        reply = _make_reply(order)
         taken_ns = time.monotonic_ns()
         try:
-            threads = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
-            threads = self._annotate_threads(threads, order)
-            awaited = self._read_awaited(threads, order.pid)
-            threads = self._meter.measure_threads(threads, order.pid, awaited)
-            threads += collect_child_stacks(
-                threads, order.pid, self._pyspy, self._meter, awaited_by_tid=awaited
-            )
-            sample = replace(reply, threads=threads)
+            threads = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=command.native)
+            threads = self._annotate_threads(threads, order, command, with_children=True)
+            sample = replace(make_stack_reply(command), threads=threads)
             return SampleResult(key=order.key, sample=sample, taken_ns=taken_ns)
         except PySpyError as error:
             problem = str(error)
             refusal = problem if error.is_permanent else None
+        sample = make_stack_reply(command)
         if order.registration is not None and order.ring_path is not None:
             try:
                 with self._own_dump_lock:
@@ -153,34 +148,44 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
                         order.registration,
                         proc=self._pyspy.proc,
                     )
-                threads = self._annotate_threads(dump.threads, order)
-                awaited = self._read_awaited(threads, order.pid)
-                threads = self._meter.measure_threads(threads, order.pid, awaited)
-                reply = replace(reply, source="faulthandler", threads=threads)
+                threads = self._annotate_threads(dump.threads, order, command, with_children=False)
+                sample = replace(sample, source="faulthandler", threads=threads)
                 if dump.note:
                     problem += f"; {dump.note}"
             except faulthandler_dumps.FaultStacksError as error:
                 problem += f"; and faulthandler: {error}"
                 if order.newest_call:
                     problem += f"; the newest recorded call is {order.newest_call}"
-        reply = replace(reply, error=problem)
-        return SampleResult(key=order.key, sample=reply, taken_ns=taken_ns, refusal=refusal)
-
-    def _read_awaited(self, threads: Iterable[ThreadStack], pid: int) -> dict[int, Awaited]:
-        tids = {pid if thread.main else thread.tid for thread in threads}
-        return {tid: read_awaited(pid, tid, self._pyspy.proc) for tid in tids if tid}
+        sample = replace(sample, error=problem)
+        return SampleResult(key=order.key, sample=sample, taken_ns=taken_ns, refusal=refusal)
 
     def _annotate_threads(
-        self, threads: tuple[ThreadStack, ...], order: SampleOrder
-    ) -> tuple[ThreadStack, ...]:
-        marked = mark_callers(threads, order.pid, order.callers)
-        if order.device:
-            marked = mark_device_hold(marked, order.pid, self._pyspy)
-        return add_source_text(marked, order.pid, self._pyspy.proc)
+        self,
+        threads: ThreadStacks,
+        order: SampleOrder,
+        command: Command,
+        *,
+        with_children: bool,
+    ) -> ThreadStacks:
+        """The stacks with all that is known of their threads, and those of child processes."""
+        pid, proc = order.pid, self._pyspy.proc
+        threads = mark_callers(threads, pid, order.callers)
+        if command.device:
+            threads = mark_device_hold(threads, pid, self._pyspy)
+        threads = add_source_text(threads, pid, proc)
+        tids = {pid if thread.main else thread.tid for thread in threads}
+        awaited = {tid: read_awaited(pid, tid, proc) for tid in tids if tid}
+        threads = self._meter.measure_threads(threads, pid, awaited)
+        if with_children:
+            threads += collect_child_stacks(threads, pid, self._pyspy, self._meter, awaited)
+        return threads
 
 
-def _make_reply(order: SampleOrder) -> StackReply:
-    return StackReply(key=order.key, request=order.request_id, source="py-spy", native=order.native)
+def make_stack_reply(command: Command, error: str | None = None) -> StackReply:
+    """A reply without stacks yet, as by py-spy."""
+    return StackReply(
+        key=command.key, request=command.id, source="py-spy", native=command.native, error=error
+    )
 
 
 def collect_child_stacks(
@@ -188,9 +193,8 @@ def collect_child_stacks(
     pid: int,
     pyspy: PySpy,
     meter: TransferMeter | None = None,
-    *,
-    awaited_by_tid: Mapping[int, Awaited] | None = None,
-) -> tuple[ThreadStack, ...]:
+    awaited_by_tid: Mapping[int, Awaited] = MappingProxyType({}),
+) -> ThreadStacks:
     """The main threads of the children that a rank with these stacks waits for, by what its stack or the
     system calls of its threads show; empty if it waits for something else.
 
@@ -202,12 +206,12 @@ def collect_child_stacks(
     waits = classify_activity(caller).waits
     caller_tid = caller and (pid if caller.main else caller.tid)
     # Another thread may wait for a child, and the calling thread for that one.
-    relevant = {
-        tid: awaited
-        for tid, awaited in (awaited_by_tid or {}).items()
-        if (awaited.descriptors or awaited.child or awaited.address)
-        and (tid == caller_tid or (waits.waits_for_thread and waits is not LOCK))
-    }
+    waits_for_thread = waits.waits_for_thread and waits is not LOCK
+    relevant = {}
+    for tid, awaited in awaited_by_tid.items():
+        is_known = awaited.descriptors or awaited.child or awaited.address
+        if is_known and (tid == caller_tid or waits_for_thread):
+            relevant[tid] = awaited
     if not (waits.waits_for_child or relevant):
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
@@ -225,7 +229,7 @@ def collect_child_stacks(
             -child.stat.start_ticks,
         )
     )
-    stacks: list[ThreadStack] = []
+    stacks = []
     for child in children[:MAX_CHILDREN]:
         stack = _read_stack(child, pyspy)
         if child.is_own:
@@ -307,41 +311,41 @@ def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def mark_callers(
-    threads: Iterable[ThreadStack], pid: int, callers: Sequence[Caller]
-) -> tuple[ThreadStack, ...]:
+    threads: Sequence[ThreadStack], pid: int, callers: Sequence[Caller]
+) -> ThreadStacks:
     """The stacks, with what is known of the calls that their threads made.
 
     faulthandler, and py-spy for Python before 3.11, may not give the ids of threads. Then a caller
     that is not the main thread must be the only other thread in the user's code.
     """
-    marked = list(threads)
-    recencies: dict[int, int] = {}  # the keys are indices in `marked`
-    by_tid = {caller.thread: recency for recency, caller in enumerate(callers)}
-    for index, thread in enumerate(marked):
-        tid = pid if thread.main else thread.tid
-        if tid in by_tid:
-            recencies[index] = by_tid[tid]
-    others = [index for index, thread in enumerate(marked) if not thread.main]
-    if not any(marked[index].tid for index in others):
-        unmatched = [recency for tid, recency in by_tid.items() if tid != pid]
-        in_user_code = [index for index in others if runs_user_code(marked[index])]
-        if unmatched and len(in_user_code) == 1:
-            recencies[in_user_code[0]] = unmatched[0]
-    for index, recency in recencies.items():
-        uids = callers[recency].uids
-        marked[index] = replace(marked[index], call_recency=recency, called_uids=uids)
+    likely_caller: ThreadStack | None = None
+    others = [thread for thread in threads if not thread.main]
+    if not any(thread.tid for thread in others):
+        in_user_code = [thread for thread in others if runs_user_code(thread)]
+        if len(in_user_code) == 1:
+            likely_caller = in_user_code[0]
+    marked = []
+    for thread in threads:
+        own_tid = pid if thread.main else thread.tid
+        stack = thread
+        for recency, caller in enumerate(callers):
+            is_likely = thread is likely_caller and caller.thread != pid
+            if caller.thread == own_tid or is_likely:
+                stack = replace(thread, call_recency=recency, called_uids=caller.uids)
+                break
+        marked.append(stack)
     return tuple(marked)
 
 
 def add_source_text(
     threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC_ROOT
-) -> tuple[ThreadStack, ...]:
+) -> ThreadStacks:
     """The stacks with the source text of their innermost frames and of the innermost frame of user
     code, as far as the files can be read; without the frames of the checks, which only pass a call
     on. The text may be wrong if a file was edited after it was loaded.
     """
     files: dict[str, list[str]] = {}
-    stacks: list[ThreadStack] = []
+    stacks = []
     for thread in threads:
         # The user's frame may be further out: a DataLoader or an import alone adds many frames.
         user_frame = find_innermost_user_frame(thread.frames)

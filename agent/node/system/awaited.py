@@ -7,6 +7,7 @@ numbers are those of the kernel's tables for x86-64 and, from include/uapi/asm-g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import struct
@@ -14,7 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MAX_DESCRIPTORS = 4096  # of a process, and of a poll
+from .processes import MemoryMapping, read_descriptors, read_fields, read_mappings, read_text
+
+_MAX_POLLED = 4096  # descriptors
 _POLL_ENTRY = struct.Struct("=ihh")  # struct pollfd
 _ACCESS_MODES = ("r", "w", "rw")  # O_RDONLY, O_WRONLY, O_RDWR
 _ACCESS_MASK = 3  # O_ACCMODE
@@ -69,18 +72,19 @@ _UNKNOWN = Awaited(descriptors=None)
 def read_awaited(pid: int, tid: int, proc: str) -> Awaited:
     """What a thread waits for, as far as it can be read."""
     numbers = _NUMBERS.get(platform.machine())
+    fields = read_text(f"{proc}/{pid}/task/{tid}/syscall").split()
     try:
-        with open(f"{proc}/{pid}/task/{tid}/syscall", encoding="ascii") as file:
-            fields = file.read(400).split()
         number, first, second = int(fields[0]), int(fields[1], 16), int(fields[2], 16)
-    except (OSError, ValueError, IndexError):  # "running" has no arguments
+    except (ValueError, IndexError):  # "running" has no arguments
         return _UNKNOWN
     if numbers is None:
         return _UNKNOWN
     if number in numbers.descriptor:
         return Awaited(descriptors=frozenset({first}))
     if number in numbers.epoll:
-        return Awaited(descriptors=_read_epoll_targets(pid, first, proc))
+        text = read_text(f"{proc}/{pid}/fdinfo/{first}")
+        targets = [line.split()[1] for line in text.splitlines() if line.startswith("tfd:")]
+        return Awaited(descriptors=frozenset(map(int, targets)) if text else None)
     if number in numbers.poll:
         return Awaited(descriptors=_read_polled(pid, first, second, proc))
     if number == numbers.wait4:
@@ -90,48 +94,14 @@ def read_awaited(pid: int, tid: int, proc: str) -> Awaited:
 
 
 def _read_polled(pid: int, address: int, count: int, proc: str) -> frozenset[int] | None:
+    size = min(count, _MAX_POLLED) * _POLL_ENTRY.size
     try:
-        fd = os.open(f"{proc}/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = min(count, _MAX_DESCRIPTORS) * _POLL_ENTRY.size
-            data = os.pread(fd, size, address)
-        finally:
-            os.close(fd)
+        with open(f"{proc}/{pid}/mem", "rb", buffering=0) as memory:
+            data = os.pread(memory.fileno(), size, address)
     except (OSError, OverflowError):
         return None
     whole = data[: len(data) // _POLL_ENTRY.size * _POLL_ENTRY.size]
     return frozenset(fd for fd, _, _ in _POLL_ENTRY.iter_unpack(whole))
-
-
-def _read_epoll_targets(pid: int, descriptor: int, proc: str) -> frozenset[int] | None:
-    try:
-        with open(f"{proc}/{pid}/fdinfo/{descriptor}", encoding="ascii") as file:
-            lines = [line.split() for line in file if line.startswith("tfd:")]
-    except OSError:
-        return None
-    return frozenset(int(fields[1]) for fields in lines)
-
-
-def read_descriptors(pid: int, proc: str) -> dict[int, str]:
-    """What the descriptors of a process are, such as ``socket:[4711]``; empty if that may not be read."""
-    links: dict[int, str] = {}
-    try:
-        for name in os.listdir(f"{proc}/{pid}/fd")[:_MAX_DESCRIPTORS]:
-            try:
-                links[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
-            except OSError:
-                continue  # it was closed just now
-    except OSError:
-        return {}
-    return links
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ends:
-    """The ends of pipes and the shared memory that a process has."""
-
-    pipes: Mapping[str, str]  # the modes of its ends, as in "rw"
-    memory: Collection[str]
 
 
 def find_holders(
@@ -143,72 +113,50 @@ def find_holders(
     pipes: it does not count where others have one end alone.
     """
     own = read_descriptors(pid, proc)
-    wanted: dict[int, tuple[set[str], str]] = {}  # the pipes and the memory, by thread
+    has_address = any(awaited.address for awaited in awaited_by_tid.values())
+    own_memory = _list_shared_memory(pid, proc) if has_address else []
+    wanted = {}  # the pipes and the shared memory, by thread
     for tid, awaited in awaited_by_tid.items():
-        pipes = {own[fd] for fd in awaited.descriptors or () if own.get(fd, "").startswith("pipe:")}
-        memory = _find_shared_memory(pid, awaited.address, proc) if awaited.address else ""
-        if pipes or memory:
-            wanted[tid] = pipes, memory
+        links = {own.get(fd, "") for fd in awaited.descriptors or ()}
+        wanted[tid] = {link for link in links if link.startswith("pipe:")}
+        for mapping in own_memory:
+            if mapping.first <= awaited.address < mapping.end:
+                wanted[tid].add(mapping.file_id)
+    all_wanted = set().union(*wanted.values())
+    ends = {child: _read_ends(child, all_wanted, proc) for child in children if all_wanted}
     waiters: dict[int, list[int]] = {}
     for tid, awaited in awaited_by_tid.items():
-        if awaited.child in children:
-            waiters.setdefault(awaited.child, []).append(tid)
-    if wanted:
-        ends = {child: _read_ends(child, proc, wanted.values()) for child in children}
-        for tid, (pipes, memory) in wanted.items():
-            holders: set[int] = set()
-            for pipe in pipes:
-                modes = {c: e.pipes[pipe] for c, e in ends.items() if pipe in e.pipes}
-                alone = {child for child, mode in modes.items() if len(mode) == 1}
-                holders |= alone or modes.keys()
-            holders |= {child for child, e in ends.items() if memory and memory in e.memory}
-            for child in holders:
-                waiters.setdefault(child, []).append(tid)
+        holders = {awaited.child}.intersection(children)
+        for name in wanted[tid]:
+            having = {child for child in ends if name in ends[child]}
+            alone = {child for child in having if len(ends[child][name]) == 1}
+            holders |= alone or having
+        for child in holders:
+            waiters.setdefault(child, []).append(tid)
     return {child: tuple(tids) for child, tids in waiters.items()}
 
 
-def _read_ends(pid: int, proc: str, wanted: Collection[tuple[set[str], str]]) -> _Ends:
-    all_pipes = set().union(*(pipes for pipes, _ in wanted))
-    pipes: dict[str, str] = {}
+def _read_ends(pid: int, wanted: Collection[str], proc: str) -> dict[str, set[str]]:
+    """Which of these pipes and shared memories a process has, and of a pipe the modes of its ends: "r", "w"
+    or both.
+    """
+    ends: dict[str, set[str]] = {}
     for fd, link in read_descriptors(pid, proc).items():
-        if link in all_pipes:
-            mode = _read_access_mode(pid, fd, proc)
-            if mode not in pipes.get(link, ""):
-                pipes[link] = pipes.get(link, "") + mode
-    needs_memory = any(memory for _, memory in wanted)
-    memory = {path for _, _, path in _list_shared_memory(pid, proc)} if needs_memory else ()
-    return _Ends(pipes=pipes, memory=memory)
+        if link not in wanted:
+            continue
+        with contextlib.suppress(OSError, LookupError, ValueError):  # it was closed just now
+            flags = int(read_fields(f"{proc}/{pid}/fdinfo/{fd}")["flags"], 8)
+            modes = _ACCESS_MODES[flags & _ACCESS_MASK]
+            ends.setdefault(link, set()).update(modes)
+    if not all(name.startswith("pipe:") for name in wanted):
+        for mapping in _list_shared_memory(pid, proc):
+            ends[mapping.file_id] = set()
+    return ends
 
 
-def _read_access_mode(pid: int, descriptor: int, proc: str) -> str:
+def _list_shared_memory(pid: int, proc: str) -> list[MemoryMapping]:
+    """The mappings of files in /dev/shm, where semaphores are; empty if they may not be read."""
     try:
-        with open(f"{proc}/{pid}/fdinfo/{descriptor}", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("flags:"):
-                    return _ACCESS_MODES[int(line.split()[1], 8) & _ACCESS_MASK]
-    except (OSError, ValueError, IndexError):  # it was closed just now
-        pass
-    return ""
-
-
-def _find_shared_memory(pid: int, address: int, proc: str) -> str:
-    for first, end, path in _list_shared_memory(pid, proc):
-        if first <= address < end:
-            return path
-    return ""
-
-
-def _list_shared_memory(pid: int, proc: str) -> list[tuple[int, int, str]]:
-    """The mappings of files in /dev/shm, where semaphores are: (first address, end, device and inode)."""
-    mappings: list[tuple[int, int, str]] = []
-    try:
-        with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if "/dev/shm/" not in line:
-                    continue
-                span, _, _, device, inode = line.split()[:5]
-                first, end = (int(part, 16) for part in span.split("-"))
-                mappings.append((first, end, f"{device} {inode}"))
+        return [m for m in read_mappings(pid, proc) if "/dev/shm/" in m.path]
     except (OSError, ValueError):
         return []
-    return mappings

@@ -14,10 +14,10 @@ import platform
 import re
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from .permission import IoVec
-from .processes import PROC_ROOT, read_thread_stat
+from .processes import PROC_ROOT, MemoryMapping, read_thread_stat
 
 # ptrace(2). A thread that is seized is not stopped by that, and continues if its tracer ends.
 _SEIZE, _INTERRUPT, _DETACH, _GETREGSET = 0x4206, 0x4207, 17, 0x4204
@@ -44,35 +44,21 @@ _SUPPORT_LIBRARY = re.compile(
 _DRIVER_LIBRARY = re.compile(r"lib(cuda|cudart|amdhip64|hsa-runtime64)[-.]")
 
 
-@dataclass(frozen=True, slots=True)
-class CodeMap:
-    """The mappings of a process that are executable, in the order of their addresses."""
-
-    starts: list[int]
-    ends: list[int]
-    names: list[str]  # the files without their folders; empty for code without a file
-
-    @classmethod
-    def read(cls, pid: int, proc: str = PROC_ROOT) -> CodeMap:
-        """Raises OSError if the process is gone or may not be read."""
-        code = cls([], [], [])
-        with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                fields = line.rstrip("\n").split(maxsplit=5)
-                if len(fields) >= 5 and "x" in fields[1]:
-                    start, _, end = fields[0].partition("-")
-                    code.starts.append(int(start, 16))
-                    code.ends.append(int(end, 16))
-                    code.names.append(os.path.basename(fields[5]) if len(fields) > 5 else "")
-        return code
-
-    def find_name(self, address: int) -> str | None:
-        """The name of the file whose code is at an address; None if that is no code."""
-        index = bisect.bisect_right(self.starts, address) - 1
-        return self.names[index] if index >= 0 and address < self.ends[index] else None
+def _find_code_name(mappings: Sequence[MemoryMapping], address: int) -> str | None:
+    """The name of the file whose code is at an address, empty for code without a file; None if that is no
+    code.
+    """
+    index = bisect.bisect_right(mappings, address, key=lambda mapping: mapping.first) - 1
+    if index < 0:
+        return None
+    mapping = mappings[index]
+    is_code = address < mapping.end and "x" in mapping.modes
+    return os.path.basename(mapping.path) if is_code else None
 
 
-def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bool | None:
+def is_in_driver(
+    pid: int, tid: int, mappings: Sequence[MemoryMapping], proc: str = PROC_ROOT
+) -> bool | None:
     """Whether a thread executes code of a GPU's driver or runtime now, or support code that these called.
     False if it does not run; None if it could not be read this time. Raises OSError if it has ended or may
     not be traced, and NotImplementedError on a machine whose registers are not known.
@@ -92,11 +78,12 @@ def is_in_driver(pid: int, tid: int, code: CodeMap, proc: str = PROC_ROOT) -> bo
         # On a busy host, the kernel may not yet have ended the last tracing thread, which gave up.
         if reading.is_refused:
             continue
-        name = code.find_name(reading.address)
+        name = _find_code_name(mappings, reading.address)
         if name is not None and not _SUPPORT_LIBRARY.match(name):
             return bool(_DRIVER_LIBRARY.match(name))
         # Whether this is the return address is only certain in a function that calls no other one.
-        if _DRIVER_LIBRARY.match(code.find_name(reading.caller_address & _ADDRESS_MASK) or ""):
+        caller_name = _find_code_name(mappings, reading.caller_address & _ADDRESS_MASK)
+        if _DRIVER_LIBRARY.match(caller_name or ""):
             return True
     if reading.is_refused:
         raise PermissionError(f"thread {tid} may not be traced")
@@ -122,9 +109,11 @@ class _PausedReading:
         """Reads them. It is called once, in a thread of its own."""
         counter, stack_pointer, link = _REGISTERS[platform.machine()]
         self._libc.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1))
-        registers, word = (ctypes.c_uint64 * _MAX_REGISTERS)(), ctypes.c_uint64()
+        registers = (ctypes.c_uint64 * _MAX_REGISTERS)()
+        word = ctypes.c_uint64()
         vector = IoVec(ctypes.addressof(registers), ctypes.sizeof(registers))
-        mine, theirs = IoVec(ctypes.addressof(word), 8), IoVec(0, 8)
+        mine = IoVec(ctypes.addressof(word), 8)
+        theirs = IoVec(0, 8)
         ranges = ctypes.addressof(mine), 1, ctypes.addressof(theirs), 1
         status = ctypes.c_int()
         self.is_refused = self._ptrace(_SEIZE, self._tid, None, None) != 0

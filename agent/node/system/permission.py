@@ -56,7 +56,7 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     """Reads the facts for this process."""
     status: dict[str, str] = {}
     with contextlib.suppress(OSError):  # the filter can be tested without /proc
-        status = processes.read_status("self", proc)
+        status = processes.read_fields(f"{proc}/self/status")
     # A filter refuses ptrace before the kernel finds that there is no such process.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)

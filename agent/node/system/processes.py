@@ -15,8 +15,10 @@ from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S
 from hangwatch.model.ranks import ThreadStack
 
 PROC_ROOT = "/proc"
+ThreadStacks = tuple[ThreadStack, ...]  # the stacks of one process
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_TREE_PROCESSES = 256
+_MAX_DESCRIPTORS = 4096  # of a process
 _SCHEDSTAT_INTERVAL_NS = 900_000_000  # every other one of two readings a second
 # A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
 # host waits longer, one that only wakes now and then waits less.
@@ -87,21 +89,16 @@ def read_io_bytes(pid: int, tid: int, proc: str) -> int:
     be read. What goes to a disk counts twice, and while a long write lasts at least once.
     """
     folder = f"{pid}/task/{tid}" if tid else f"{pid}"
-    total = 0
     try:
-        with open(f"{proc}/{folder}/io", encoding="ascii") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name in _IO_COUNTERS:
-                    total += int(value)
+        counters = read_fields(f"{proc}/{folder}/io")
+        return sum(int(counters.get(name, 0)) for name in _IO_COUNTERS)
     except (OSError, ValueError):
         return 0
-    return total
 
 
-def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> tuple[ThreadStack, ...]:
+def add_cpu_times(stacks: Iterable[ThreadStack], pid: int, proc: str) -> ThreadStacks:
     """The stacks with the CPU times of the threads whose ids are known and that have not ended."""
-    timed: list[ThreadStack] = []
+    timed = []
     for stack in stacks:
         tid = stack.tid or 0
         with contextlib.suppress(OSError, ValueError):
@@ -138,28 +135,72 @@ def read_live_stat(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> ProcSta
     return stat if stat.start_ticks == start_ticks and stat.state not in "ZX" else None
 
 
-def read_status(pid: int | str, proc: str) -> dict[str, str]:
-    """/proc/PID/status by field name. Raises OSError if the process is gone."""
-    fields: dict[str, str] = {}
-    with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as lines:
+def read_fields(path: str) -> dict[str, str]:
+    """A file with a line for each field, ``name: value``, such as /proc/PID/status. Raises OSError if the
+    process is gone.
+    """
+    fields = {}
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             fields[name] = value.strip()
     return fields
 
 
+def read_descriptors(pid: int, proc: str) -> dict[int, str]:
+    """What the descriptors of a process are, such as ``socket:[4711]``; empty if that may not be read."""
+    links: dict[int, str] = {}
+    try:
+        names = os.listdir(f"{proc}/{pid}/fd")
+    except OSError:
+        return links
+    for name in names[:_MAX_DESCRIPTORS]:
+        with contextlib.suppress(OSError):  # it was closed just now
+            links[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
+    return links
+
+
+class MemoryMapping(NamedTuple):
+    """One line of /proc/PID/maps."""
+
+    first: int  # the first address
+    end: int
+    modes: str  # such as "r-xp"
+    file_id: str  # device and inode
+    path: str  # empty if no file is mapped
+
+
+def read_mappings(pid: int, proc: str = PROC_ROOT) -> list[MemoryMapping]:
+    """The memory of a process by address. Raises OSError if it is gone or may not be read."""
+    mappings = []
+    # A path may contain other line breaks.
+    with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            span, modes, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            first, _, end = span.partition("-")
+            file_id = f"{device} {inode}"
+            mapping = MemoryMapping(int(first, 16), int(end, 16), modes, file_id, "".join(path))
+            mappings.append(mapping)
+    return mappings
+
+
 def read_environ(pid: int, proc: str = PROC_ROOT) -> dict[str, str]:
     """The environment at the start. Raises OSError if it is gone or another user's."""
-    with open(f"{proc}/{pid}/environ", "rb") as file:
-        entries = os.fsdecode(file.read()).split("\0")
-    pairs = [entry.partition("=") for entry in entries]
-    return {name: value for name, equals, value in pairs if equals}
+    environ = {}
+    for entry in _read_arguments(f"{proc}/{pid}/environ"):
+        name, equals, value = entry.partition("=")
+        if equals:
+            environ[name] = value
+    return environ
 
 
 def read_cmdline(pid: int, proc: str = PROC_ROOT) -> list[str]:
     """The command line of a process. Raises OSError if it is gone."""
-    with open(f"{proc}/{pid}/cmdline", "rb") as file:
-        return [os.fsdecode(part) for part in file.read().rstrip(b"\0").split(b"\0")]
+    return _read_arguments(f"{proc}/{pid}/cmdline")
+
+
+def _read_arguments(path: str) -> list[str]:
+    return os.fsdecode(Path(path).read_bytes().rstrip(b"\0")).split("\0")
 
 
 def list_cgroups(
@@ -209,16 +250,17 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
-def is_traced_by_own(pid: int, proc: str = PROC_ROOT) -> bool:
+def is_traced_by_own(pid: int, proc: str) -> bool:
     """Whether what pauses a process, as a debugger does, is the calling process or a child of it, such as
     py-spy. Also true if the pause has just ended.
     """
     try:
-        status = read_status(pid, proc)
+        status = read_fields(f"{proc}/{pid}/status")
         tracer = status.get("TracerPid", "0")
         if tracer == "0":  # none, or one in another container
             return not status.get("State", "").startswith("t")
-        tracer_status = read_status(tracer, proc)  # the thread that traces has one
+        # The thread that traces has one.
+        tracer_status = read_fields(f"{proc}/{tracer}/status")
         return str(os.getpid()) in (tracer_status.get("Tgid"), tracer_status.get("PPid"))
     except OSError:  # one of them has ended
         return False
@@ -227,9 +269,8 @@ def is_traced_by_own(pid: int, proc: str = PROC_ROOT) -> bool:
 def measure_age_s(start_ticks: int) -> float:
     """How long ago a process was started, in seconds; 0.0 if the time since boot cannot be read."""
     try:
-        with open(f"{PROC_ROOT}/uptime", "rb") as f:
-            uptime_s = float(f.read().split()[0])
-    except (OSError, ValueError, IndexError):
+        uptime_s = float(read_text(f"{PROC_ROOT}/uptime").split()[0])
+    except (ValueError, IndexError):
         return 0.0
     return round(max(0.0, uptime_s - start_ticks / TICKS_PER_S), 2)
 

@@ -47,7 +47,7 @@ class WakeupSelector:
 
     def wait(self, timeout_s: float) -> list[str]:
         """Waits until woken or until descriptors are ready, and returns the keys of these."""
-        ready_keys: list[str] = []
+        ready_keys = []
         for selector_key, _ in self.selector.select(max(0.0, timeout_s)):
             if selector_key.data is not None:
                 ready_keys.append(selector_key.data)

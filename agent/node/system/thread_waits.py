@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .processes import (
     PROC_ROOT,
     TICKS_PER_S,
+    read_fields,
     read_schedstat,
-    read_status,
     read_text,
     read_thread_stat,
 )
@@ -43,10 +43,10 @@ _NO_TURN = ThreadTurn()  # a thread that has just started
 
 def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
     """The turns of each thread of a process, by its id. Raises OSError if the process is gone."""
-    turns: dict[int, ThreadTurn] = {}
+    turns = {}
     for tid in map(int, os.listdir(f"{proc}/{pid}/task")):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
-            status = read_status(f"{pid}/task/{tid}", proc)
+            status = read_fields(f"{proc}/{pid}/task/{tid}/status")
             cpu_ns = read_schedstat(pid, tid, proc).cpu_ns
             if not cpu_ns:
                 ticks = read_thread_stat(pid, tid, proc).cpu_ticks
@@ -67,7 +67,7 @@ def was_asleep(before: ThreadTurn | None, after: ThreadTurn | None) -> bool:
     return (before.sleeps, before.preemptions) == (after.sleeps, after.preemptions)
 
 
-def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[int]:
+def find_gil_candidates(pid: int, waiter: int, proc: str) -> list[int]:
     """The threads that may keep the GIL from the thread ``waiter``; empty if this thread does not
     wait for it, or if others have had it meanwhile, so that Python runs. Takes up to 0.4 seconds.
 
@@ -86,7 +86,7 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
             return []
     except OSError:  # the process has ended
         return []
-    candidates: list[int] = []
+    candidates = []
     for tid, turn in after.items():
         earlier = before.get(tid, _NO_TURN)
         sleeps = turn.sleeps - earlier.sleeps

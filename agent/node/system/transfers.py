@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import classify_activity
 
-from . import awaited, processes
+from . import processes
 from .awaited import Awaited
 
 _MAX_ACCOUNTS = 1024
@@ -36,7 +36,7 @@ _PORTS = struct.Struct(">HH")
 _MESSAGE_BYTES = 72  # struct inet_diag_msg, with the inode at its end
 _BYTES = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _BYTES_OFFSET = 120
-_STATES = {"established": 1, "close_wait": 8, "listen": 10}
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = 1, 8, 10  # states
 _NETLINK_TIMEOUT_S = 2.0
 
 
@@ -51,20 +51,20 @@ class Connection:
 def read_connections() -> dict[int, Connection]:
     """The TCP connections of the network namespace, by inode; empty if the kernel does not tell."""
     try:
-        found = [s for family in (socket.AF_INET, socket.AF_INET6) for s in _dump_sockets(family)]
+        found = [*_dump_sockets(socket.AF_INET), *_dump_sockets(socket.AF_INET6)]
     except OSError:
         return {}
-    listening = {port for state, port, _, _ in found if state == _STATES["listen"]}
-    return {
-        inode: Connection(bytes=size, is_accepted=port in listening)
-        for state, port, inode, size in found
-        if state != _STATES["listen"] and inode
-    }
+    listening = {port for state, port, _, _ in found if state == _LISTEN}
+    connections = {}
+    for state, port, inode, size in found:
+        if state != _LISTEN and inode:
+            connections[inode] = Connection(bytes=size, is_accepted=port in listening)
+    return connections
 
 
 def _dump_sockets(family: int) -> Iterable[tuple[int, int, int, int]]:
     """(state, local port, inode, bytes carried) of each TCP socket. Raises OSError."""
-    states = sum(1 << number for number in _STATES.values())
+    states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT | 1 << _LISTEN
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), states)
     header = _HEADER.pack(
         _HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0
@@ -88,7 +88,8 @@ def _dump_sockets(family: int) -> Iterable[tuple[int, int, int, int]]:
 def _parse_socket(message: bytes) -> tuple[int, int, int, int]:
     local_port, _ = _PORTS.unpack_from(message, 4)
     (inode,) = struct.unpack_from("=I", message, _MESSAGE_BYTES - 4)
-    offset, size = _MESSAGE_BYTES, 0
+    size = 0
+    offset = _MESSAGE_BYTES
     while offset + _ATTRIBUTE.size <= len(message):
         length, kind = _ATTRIBUTE.unpack_from(message, offset)
         start = offset + _ATTRIBUTE.size + _BYTES_OFFSET
@@ -111,7 +112,7 @@ class TransferMeter:
 
     def measure_threads(
         self, threads: Iterable[ThreadStack], pid: int, awaited_by_tid: Mapping[int, Awaited]
-    ) -> tuple[ThreadStack, ...]:
+    ) -> processes.ThreadStacks:
         """The stacks with the bytes that each thread has moved.
 
         A connection counts for the thread that waits for it. The connections that no thread of Python waits
@@ -119,27 +120,29 @@ class TransferMeter:
         is not known for what they wait. Connections that peers made to a server in the process, such as a
         store or an exporter of metrics, only count for a thread that waits for them.
         """
-        descriptors = awaited.read_descriptors(pid, self._proc)
-        connections = read_connections() if any(map(_is_socket, descriptors.values())) else {}
-        inodes = {fd: int(link[8:-1]) for fd, link in descriptors.items() if _is_socket(link)}
+        inodes = self._read_sockets(pid)
+        connections = read_connections() if inodes else {}
         with self._lock:
             grown = self._record_growth(pid, connections, inodes.values())
-            claimed_by_tid: dict[int, set[int]] = {}
+            claimed_by_tid = {}
             for tid, target in awaited_by_tid.items():
                 claimed = {inodes[fd] for fd in target.descriptors or () if fd in inodes}
                 claimed_by_tid[tid] = claimed & connections.keys()
-            claimed = set().union(*claimed_by_tid.values())
-            unclaimed = {i for i in grown if i not in claimed and not connections[i].is_accepted}
-            measured: list[ThreadStack] = []
+            made = {inode for inode in grown if not connections[inode].is_accepted}
+            unclaimed = made.difference(*claimed_by_tid.values())
+            measured = []
             for thread in threads:
                 tid = pid if thread.main else thread.tid or 0
                 if not tid or thread.pid is not None or thread.thread == RECORDER_THREAD_NAME:
                     measured.append(thread)
                     continue
-                own = claimed_by_tid.get(tid, set())
-                if not own and _may_transfer(thread):
-                    own = unclaimed
-                carried = self._carried.get((pid, tid), 0) + sum(grown.get(i, 0) for i in own)
+                own = claimed_by_tid.get(tid)
+                if not own:
+                    # The thread may be waiting for a connection that its system call does not show.
+                    waits = classify_activity(thread).waits
+                    own = unclaimed if not waits or waits.may_transfer else set()
+                carried = self._carried.get((pid, tid), 0)
+                carried += sum(grown.get(inode, 0) for inode in own)
                 self._carried[pid, tid] = carried
                 moved = carried + processes.read_io_bytes(pid, tid, self._proc)
                 measured.append(replace(thread, moved_bytes=moved))
@@ -149,23 +152,29 @@ class TransferMeter:
         """The bytes that a child process and its descendants have moved. Connections that a child inherited
         are its parent's; all others carried their bytes for it.
         """
-        inherited = set(awaited.read_descriptors(parent, self._proc).values())
+        inherited = self._read_sockets(parent).values()
         connections = read_connections()
         total, pending = 0, [pid]
         for _ in range(_MAX_TREE_PROCESSES):
             if not pending:
                 break
             current = pending.pop()
-            links = set(awaited.read_descriptors(current, self._proc).values()) - inherited
-            inodes = [int(link[8:-1]) for link in links if _is_socket(link)]
+            inodes = set(self._read_sockets(current).values()).difference(inherited)
             with self._lock:
                 self._sizes.setdefault(current, {})
-                grown = self._record_growth(current, connections, inodes)
-                made = sum(size for i, size in grown.items() if not connections[i].is_accepted)
-                carried = self._carried[current, 0] = self._carried.get((current, 0), 0) + made
+                carried = self._carried.get((current, 0), 0)
+                for inode, size in self._record_growth(current, connections, inodes).items():
+                    if not connections[inode].is_accepted:
+                        carried += size
+                self._carried[current, 0] = carried
             total += carried + processes.read_io_bytes(current, 0, self._proc)
             pending += processes.list_children(current, self._proc)
         return total
+
+    def _read_sockets(self, pid: int) -> dict[int, int]:
+        """The inodes of the sockets of a process, by descriptor."""
+        links = processes.read_descriptors(pid, self._proc)
+        return {fd: int(link[8:-1]) for fd, link in links.items() if link.startswith("socket:[")}
 
     def _record_growth(
         self, pid: int, connections: Mapping[int, Connection], inodes: Collection[int]
@@ -183,13 +192,3 @@ class TransferMeter:
         if before is None:
             return {}
         return {inode: max(0, size - before.get(inode, 0)) for inode, size in sizes.items()}
-
-
-def _is_socket(link: str) -> bool:
-    return link.startswith("socket:[")
-
-
-def _may_transfer(thread: ThreadStack) -> bool:
-    """Whether a thread may be waiting for a connection that its system call does not show."""
-    waits = classify_activity(thread).waits
-    return not waits or waits.may_transfer

@@ -13,10 +13,12 @@ from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
 from hangwatch.agent.node.hardware.monitor import HardwareMonitor, HardwareOrder
 from hangwatch.agent.node.hardware.reader import ReaderProcess, Source
 from hangwatch.model.hardware import Observation
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.heartbeat import HardwareReply
 from tests.simulation.waiting import wait_for_value
 
 SECOND_NS = 1_000_000_000
+COMMAND = Command(id="r", kind=CommandKind.HARDWARE, key="7-1")
 
 
 class CountingSource:
@@ -45,7 +47,7 @@ def make_monitor(*sources: Source, **options: object) -> tuple[HardwareMonitor, 
 def request_reply(
     monitor: HardwareMonitor, woken: threading.Event, onset_ns: int = 0
 ) -> HardwareReply:
-    order = HardwareOrder(pids=(7,), key="7-1", request_id="r", onset_ns=onset_ns)
+    order = HardwareOrder(pids=(7,), command=COMMAND, onset_ns=onset_ns)
     assert monitor.submit_order(order)
     assert woken.wait(20)
     ((reply, taken_ns),) = monitor.take_results()
@@ -189,7 +191,7 @@ def test_queue_of_orders_is_bounded() -> None:
         return ()
 
     hardware, _ = make_monitor(Source(name="slow", probe=wait))
-    order = HardwareOrder(pids=(7,), key="7-1", request_id="r")
+    order = HardwareOrder(pids=(7,), command=COMMAND)
     accepted = [hardware.submit_order(order) for _ in range(monitor.MAX_WAITING_ORDERS + 2)]
     assert not accepted[-1]
     release.set()

@@ -31,7 +31,8 @@ def make_view(
     identity = ProcessIdentity(
         job="j", rank=0, world_size=2, pid=7, start_ticks=70, torch="2.9.1+cu128"
     )
-    return ProcessView(key="7-70", identity=identity, snapshot=snapshot, state="S", idle_s=5.0)
+    process = ProcessUpdate(key="7-70", identity=identity, state="S", idle_s=5.0)
+    return ProcessView(process=process, snapshot=snapshot)
 
 
 def make_entry(*, uid: int = 1, completed: int = 5, age_s: float = 0.5) -> DeviceEntry:

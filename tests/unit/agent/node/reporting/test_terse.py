@@ -44,7 +44,8 @@ def make_view(
     **more: Any,
 ) -> ProcessView:
     snapshot = make_snapshot(*streams, step=step, pulse_s=pulse_s, phase=phase)
-    return replace(ProcessView(key="7-70", identity=IDENTITY, snapshot=snapshot, state="S"), **more)
+    process = replace(ProcessUpdate(key="7-70", identity=IDENTITY, state="S"), **more)
+    return ProcessView(process=process, snapshot=snapshot)
 
 
 def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
@@ -72,7 +73,7 @@ def compose_updates(*views: ProcessView) -> ComposedUpdate:
     for n, view in enumerate(views):
         before = acked
         update, acked = compose_update(
-            view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
+            view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.process.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
             fetch_calls, {},
         )  # fmt: skip
     return before, update, acked
@@ -142,7 +143,7 @@ def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
         ),
         (make_view(make_collective_state(70), make_setup_state(3), state="T"), "it is stopped"),
         (
-            make_view(make_collective_state(70), make_setup_state(3), exit=ExitInfo(signal=9)),
+            make_view(make_collective_state(70), make_setup_state(3), ended=ExitInfo(signal=9)),
             "it has ended",
         ),
         (

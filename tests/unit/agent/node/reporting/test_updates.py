@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,14 +45,10 @@ def make_stream_state(
     )  # fmt: skip
 
 
-def make_view(*streams: StreamState, pulse_s: float = 0.01) -> ProcessView:
-    return ProcessView(
-        key="7-70",
-        identity=IDENTITY,
-        snapshot=make_snapshot(*streams, pulse_s=pulse_s),
-        state="S",
-        idle_s=5.0,
-    )
+def make_view(*streams: StreamState, pulse_s: float = 0.01, **more: Any) -> ProcessView:
+    process = ProcessUpdate(key="7-70", identity=IDENTITY, state="S", idle_s=5.0)
+    snapshot = make_snapshot(*streams, pulse_s=pulse_s)
+    return ProcessView(process=replace(process, **more), snapshot=snapshot)
 
 
 def make_call(seq: int) -> Call:
@@ -109,8 +106,8 @@ def test_unchanged_rank_is_not_reported_until_refresh() -> None:
 
 def test_state_change_is_reported_immediately_except_running_or_sleeping() -> None:
     _, acked = compose_next_update(make_view(), None)
-    assert compose_next_update(replace(make_view(), state="R"), acked)[0] is None
-    stopped, _ = compose_next_update(replace(make_view(), state="T"), acked)
+    assert compose_next_update(make_view(state="R"), acked)[0] is None
+    stopped, _ = compose_next_update(make_view(state="T"), acked)
     assert stopped is not None and stopped.state == "T"
 
 
@@ -145,7 +142,7 @@ def test_calls_lost_from_ring_are_searched_once() -> None:
 
 def test_exit_is_reported_once_with_last_calls() -> None:
     _, acked = compose_next_update(make_view(make_stream_state(2, 2)), None)
-    exited = replace(make_view(make_stream_state(2, 2)), exit=ExitInfo(signal=9), exit_age_s=0.5)
+    exited = make_view(make_stream_state(2, 2), ended=ExitInfo(signal=9), ended_s=0.5)
     update, acked = compose_update(
         exited, acked, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )

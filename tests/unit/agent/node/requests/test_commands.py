@@ -80,13 +80,15 @@ def test_reply_with_calls_covers_the_requested_window(
     recordings = RecordingWorker(pyspy, lambda: None)
     sampler = StackSampler(pyspy, lambda: None, recordings.preempt_recording)
     hardware, traces = HardwareMonitor(lambda: None), TraceRequests()
-    executor = CommandExecutor(sampler, recordings, hardware, traces, outbox, AgentLog())
+    executor = CommandExecutor(
+        {rank.key: rank}, sampler, recordings, hardware, traces, outbox, AgentLog()
+    )
     first = 38 if last == 99 else 7
     for key in (rank.key, "1-1"):
         command = Command(
             id=key, kind=CommandKind.CALLS, key=key, uid=1, from_seq=first, to_seq=last
         )
-        executor.execute_command(command, {rank.key: rank}, time.monotonic_ns())
+        executor.execute_command(command, time.monotonic_ns())
     replies = outbox.list_pending(0)["calls"]
     assert [[call.seq for call in reply.calls] for reply in replies] == [seqs, []]
     assert {(reply.from_seq, reply.to_seq) for reply in replies} == {(first, last)}

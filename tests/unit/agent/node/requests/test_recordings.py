@@ -191,6 +191,7 @@ def test_every_request_gets_a_reply(tmp_path: Path) -> None:
     pyspy, outbox = PySpy(path=None), Outbox()
     recordings = RecordingWorker(pyspy, lambda: None)
     executor = CommandExecutor(
+        {w.key: w},
         StackSampler(pyspy, lambda: None, recordings.preempt_recording),
         recordings,
         HardwareMonitor(lambda: None),
@@ -200,11 +201,11 @@ def test_every_request_gets_a_reply(tmp_path: Path) -> None:
     )
     for n, key in enumerate(("7-7", "7-8", w.key)):
         command = Command(id=f"r{n}", kind=CommandKind.RECORD, key=key, seconds=1, rate=1)
-        executor.execute_command(command, {w.key: w}, 0)
+        executor.execute_command(command, 0)
         assert len(outbox.list_pending(0)["recordings"]) == min(n + 1, 2)
 
     def has_all_replies() -> bool:
-        executor.collect_results({w.key: w})
+        executor.collect_results()
         return len(outbox.list_pending(0)["recordings"]) >= 4
 
     assert wait_until(has_all_replies, 5.0)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.system import native_code, processes
-from hangwatch.agent.node.system.native_code import CodeMap, is_in_driver
+from hangwatch.agent.node.system.native_code import is_in_driver
+from hangwatch.agent.node.system.processes import read_fields, read_mappings
 from tests.simulation.waiting import wait_until
 
 # A library that spins in its own code, in code of the C library that it calls, or in a function that its
@@ -96,21 +97,21 @@ def test_thread_in_driver(
 ) -> None:
     with run_function(libraries, function, argument) as process:
         pid = process.pid
-        code = CodeMap.read(pid)
-        assert [is_in_driver(pid, pid, code) for _ in range(20)] == [expected] * 20
-        assert processes.read_status(pid, "/proc")["TracerPid"] == "0"
+        mappings = read_mappings(pid)
+        assert [is_in_driver(pid, pid, mappings) for _ in range(20)] == [expected] * 20
+        assert read_fields(f"/proc/{pid}/status")["TracerPid"] == "0"
 
 
 def test_thread_gets_its_signals(libraries: tuple[Path, Path]) -> None:
     """Some of them arrive while it is seized, and stop it before the interrupt does."""
     with run_function(libraries, "driver.count_signals") as process:
-        code = CodeMap.read(process.pid)
+        mappings = read_mappings(process.pid)
         script = (
             f"n=0; while [ $n -lt {_SIGNALS} ]; do kill -34 {process.pid} && n=$((n + 1)); done"
         )
         with subprocess.Popen(["sh", "-c", script]) as sender:
             while sender.poll() is None:
-                is_in_driver(process.pid, process.pid, code)
+                is_in_driver(process.pid, process.pid, mappings)
         time.sleep(0.2)  # the last of them are delivered
         process.kill()
         assert process.stdout is not None
@@ -120,10 +121,10 @@ def test_thread_gets_its_signals(libraries: tuple[Path, Path]) -> None:
 def test_stopped_process_stays_stopped(libraries: tuple[Path, Path]) -> None:
     with run_function(libraries, "driver.spin") as process:
         pid = process.pid
-        code = CodeMap.read(pid)
+        mappings = read_mappings(pid)
         os.kill(pid, signal.SIGSTOP)
         assert wait_until(lambda: processes.read_stat(pid).state == "T", 5.0)
-        assert not is_in_driver(pid, pid, code)
+        assert not is_in_driver(pid, pid, mappings)
         assert processes.read_stat(pid).state == "T"
 
 
@@ -135,12 +136,12 @@ def test_thread_continues_after_an_error(
 
     with run_function(libraries, "driver.spin") as process:
         pid = process.pid
-        code = CodeMap.read(pid)
+        mappings = read_mappings(pid)
         monkeypatch.setattr(native_code._PausedReading, "_wait_for_stop", fail)
         monkeypatch.setattr("threading.excepthook", lambda _: None)
-        assert not is_in_driver(pid, pid, code)
+        assert not is_in_driver(pid, pid, mappings)
         assert wait_until(lambda: processes.read_stat(pid).state == "R", 5.0)
-        assert wait_until(lambda: processes.read_status(pid, "/proc")["TracerPid"] == "0", 5.0)
+        assert wait_until(lambda: read_fields(f"/proc/{pid}/status")["TracerPid"] == "0", 5.0)
 
 
 @pytest.mark.parametrize("seconds", [0.02, 60.0])
@@ -157,10 +158,10 @@ def test_thread_that_another_one_traces(libraries: tuple[Path, Path], seconds: f
             assert tracer.stdout is not None
             tracer.stdout.readline()
             if seconds < 1.0:
-                assert is_in_driver(pid, pid, CodeMap.read(pid))
+                assert is_in_driver(pid, pid, read_mappings(pid))
             else:
                 with pytest.raises(PermissionError, match=str(pid)):
-                    is_in_driver(pid, pid, CodeMap.read(pid))
+                    is_in_driver(pid, pid, read_mappings(pid))
             tracer.kill()
 
 
@@ -168,7 +169,7 @@ def test_ended_thread_is_an_error() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(OSError, match=re.escape(str(process.pid))):
-        is_in_driver(process.pid, process.pid, CodeMap([], [], []))
+        is_in_driver(process.pid, process.pid, [])
 
 
 def test_machine_with_unknown_registers(
@@ -178,4 +179,4 @@ def test_machine_with_unknown_registers(
         pid = process.pid
         monkeypatch.setattr("platform.machine", lambda: "riscv64")
         with pytest.raises(NotImplementedError):
-            is_in_driver(pid, pid, CodeMap.read(pid))
+            is_in_driver(pid, pid, read_mappings(pid))

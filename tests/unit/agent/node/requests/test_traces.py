@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.requests.traces import TraceRequests
+from hangwatch.agent.node.requests.traces import HOLD_S, TraceRequests, read_trace
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, Site, encode_signature
 from hangwatch.protocol.commands import Command, CommandKind, TensorStats
@@ -23,7 +23,6 @@ from hangwatch.ring.layout import (
     RecordFlag,
 )
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.tracing import HOLD_S, read_trace
 from tests.unit.agent.node.discovery.test_rings import make_ring, watch_ring
 
 NS_PER_MS = 1_000_000
