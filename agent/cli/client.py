@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import email.utils
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -58,11 +59,9 @@ def build_path(collection: str, item: object) -> str:
     return f"{collection}/{quote(str(item), safe='')}"
 
 
-def open_client(
-    args: argparse.Namespace, env: Mapping[str, str]
-) -> contextlib.AbstractContextManager[Client]:
+def open_client(args: argparse.Namespace) -> contextlib.AbstractContextManager[Client]:
     """A client for the address in ``args.url``, ``args.token`` and the environment."""
-    return contextlib.closing(Client(parse_address(args.url, args.token, env)))
+    return contextlib.closing(Client(parse_address(args.url, args.token, os.environ)))
 
 
 def _name_user(uid: int | None) -> str:

@@ -37,7 +37,7 @@ from hangwatch.report.text import get_parts, join_blocks, seconds_since
 
 from ..arguments import add_format_option
 from ..errors import CliError, UsageError, choose_exit_code
-from ..terminal import detect_paint, print_message, print_result, show_progress
+from ..terminal import print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _MIN_PROGRESS_FILES = 32  # fewer files are read without showing the progress
@@ -75,13 +75,12 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_analyze(args: argparse.Namespace) -> int:
     """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
     with show_progress() as progress:
         evidence, finding, incidents = diagnose_files(args.paths, progress)
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    paint = detect_paint(env)
     now = datetime.now(timezone.utc)
     blocks: list[list[str]] = []
     for index, document in enumerate(incidents):
@@ -91,7 +90,7 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             times += [stack.get("taken_at") for stack in get_parts(document, "stacks")]
             ages = [age for time in times if (age := seconds_since(time, now)) is not None]
             latest = now - timedelta(seconds=min(ages, default=0.0))
-            blocks.append(list(format_incident(document, latest, paint)))
+            blocks.append(list(format_incident(document, latest)))
         except PARSE_ERRORS as error:
             is_bundle = index < len(evidence.bundles)
             path = evidence.bundles[index].path if is_bundle else "a verdict"

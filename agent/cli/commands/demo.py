@@ -30,7 +30,7 @@ from ...node.system.processes import read_environ
 from ..arguments import add_format_option
 from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UnreachableError
-from ..terminal import detect_paint, print_message, print_result
+from ..terminal import print_message, print_result
 
 WORLD_SIZE = 4
 CULPRIT_RANK = 2
@@ -68,7 +68,7 @@ class DemoError(CliError):
     """The demo itself failed. The message ends with the last output of the failing part."""
 
 
-def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_demo(args: argparse.Namespace) -> int:
     """Runs the demo and returns `OK` if the verdict named the planted rank and line. Raises
     CliError.
     """
@@ -77,8 +77,8 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install 'hangwatch[demo]'")
     # SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up.
     with _handle_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
-        with contextlib.closing(DemoSandbox(env)) as sandbox:
-            demo = _DemoRun(args, env, sandbox)
+        with contextlib.closing(DemoSandbox(os.environ)) as sandbox:
+            demo = _DemoRun(args, sandbox)
             code = demo.run_stages()
         message = "everything has ended and is cleaned up"
         if not args.keep:
@@ -106,10 +106,9 @@ def _handle_signals(
 class _DemoRun:
     """The stages of a demo: the server, the job, its hang, the verdict."""
 
-    def __init__(
-        self, args: argparse.Namespace, env: Mapping[str, str], sandbox: DemoSandbox
-    ) -> None:
-        self._args, self._env, self._sandbox = args, env, sandbox
+    def __init__(self, args: argparse.Namespace, sandbox: DemoSandbox) -> None:
+        self._args = args
+        self._sandbox = sandbox
         self._started_at = time.monotonic()
         self._launcher: subprocess.Popen[bytes] | None = None  # torchrun
         self.incident_url = ""  # the dashboard's page of the incident
@@ -134,8 +133,7 @@ class _DemoRun:
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             self._watch_training()
             incident = self._await_verdict(client)
-            lines = format_incident(incident, client.server_time, detect_paint(self._env))
-            print_result(self._args, incident, lines)
+            print_result(self._args, incident, format_incident(incident, client.server_time))
             is_correct = names_planted_line(incident, script.name, line)
             self.incident_url = f"{client.server}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
