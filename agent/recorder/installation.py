@@ -130,7 +130,7 @@ def _start_recording(
             current.recorder.groups.mark_incomplete(_lost_before)
         kernels.set_recorder(current.recorder)
         setup = current.setup_recorder
-        origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
+        origin_tracker.set_listeners(setup.enter_creation, setup.leave_creation)
         # The function returns False; Dynamo sees a constant True in its place.
         hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
         hangwatch._watcher = UserAnnotations(current)
@@ -320,7 +320,7 @@ def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
 def _leave_new_group(token: Any, returned: bool) -> None:
     call, named_before = token or (None, 0)
     if named_before is None and current_rank is not None:
-        current_rank.setup_recorder.leave_local_call(call, returned)
+        current_rank.setup_recorder.leave_creation(call, returned)
     elif call is not None and not returned and _count_named_groups() == named_before:
         # An argument was wrong: the next group gets the name that this one would have had.
         call[0].retract_call(call)
