@@ -98,7 +98,7 @@ def find_counter_key(group: Any) -> CounterKey | DeviceStatusState:
 
 def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
     """Reads the counters without the recorded calls, whose events would have to be queried."""
-    counters: dict[CounterKey, Counters] = {}
+    counters = {}
     is_enabled = queried_communicators = False
     for recorder in recorders:
         if recorder == OWN_RECORDER:

@@ -19,12 +19,14 @@ from .recorder import Recorder
 _MAX_MESSAGE_CHARS = 800
 _QUIET_POLLS = 10  # about a second
 
+ExceptionNote = dict[str, Any]  # the ring's note of an exception, without its time
+
 
 def describe_exception(
     value: BaseException, message: str, trace: TracebackType | None, sites: CallSites
-) -> dict[str, Any]:
-    """The ring's note, without its time: with the innermost line of the user's code in the traceback."""
-    description: dict[str, Any] = {
+) -> ExceptionNote:
+    """The note, with the innermost line of the user's code in the traceback."""
+    description: ExceptionNote = {
         "type": type(value).__qualname__,
         "message": message[:_MAX_MESSAGE_CHARS],
     }
@@ -43,7 +45,7 @@ class HandledExceptions:
         self._recorder = recorder
         self._call_count = 0
         self._quiet_polls = 0
-        self._noted: dict[str, Any] = {}  # the note without its time
+        self._noted: ExceptionNote = {}
 
     def update_note(self, call_count: int) -> None:
         """Looks once a second while ``call_count`` stays the same; called ten times a second."""
@@ -58,7 +60,7 @@ class HandledExceptions:
                 EXCEPTION, {**note, "at_ns": monotonic_ns()} if note else {}
             )
 
-    def _describe_handled(self) -> dict[str, Any]:
+    def _describe_handled(self) -> ExceptionNote:
         """The exception that the main thread is handling, or else another; empty if there is none."""
         by_thread = read_threads(sys._current_exceptions)
         main = threading.main_thread().ident or 0

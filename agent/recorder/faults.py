@@ -75,10 +75,3 @@ def set_listener(listener: Callable[[], None] | None) -> None:
     """Calls ``listener`` after each recorded fault."""
     global _listener
     _listener = listener
-
-
-def format_lines() -> list[str]:
-    return [
-        message if count == 1 else f"{message} ({count} times)"
-        for message, count in fault_counts.items()
-    ]

@@ -177,7 +177,7 @@ class GroupRegistry:
     def _close_dead_streams(self, before: float) -> None:
         """Retires the streams of deleted groups, and closes those retired before that time."""
         tables: tuple[dict[Any, GroupTrack], ...] = (self.tracks, self._tracks_by_key)
-        dead_tracks: dict[int, GroupTrack] = {}
+        dead_tracks = {}
         for table in tables:
             for key, track in list(table.items()):
                 if track.group_ref() is None:

@@ -212,7 +212,10 @@ class RankProcess:
 
     def _write_faults(self) -> None:
         self.ring.set_word(LiveWord.ERRORS, sum(faults.fault_counts.values()))
-        lines = [line[:200] for line in faults.format_lines()]
+        lines: list[str] = []
+        for message, count in faults.fault_counts.items():
+            line = message if count == 1 else f"{message} ({count} times)"
+            lines.append(line[:200])
         self.ring.write_note(FAULTS, {"lines": lines})
 
 
@@ -311,8 +314,9 @@ def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
     The lists of ranks are not compared: a rank may leave out those that it is not in.
     """
     parent = args[0] if args else kwargs.get("parent_pg")
+    splits_world = parent is None or parent is dist.group.WORLD
     current = current_rank
-    if current is None or not (parent is None or parent is dist.group.WORLD):
+    if current is None or not splits_world:
         return None
     return current.setup_recorder.enter_call("split_group"), _count_named_groups()
 
