@@ -19,7 +19,7 @@ import httpx
 
 from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol.local_peer import find_peer_uid, is_loopback_peer
-from hangwatch.report.text import abbreviate_list
+from hangwatch.report.text import Document, abbreviate_list
 
 from ..transport.client import ServerTarget, TargetError, parse_targets
 from .arguments import DEFAULT_URL
@@ -118,11 +118,11 @@ class Client:
                 " which other hosts reach it, or serve it by https"
             )
 
-    def get(self, path: str, **query: object) -> dict[str, Any]:
+    def get(self, path: str, **query: object) -> Document:
         """The document at ``/api/v1/path``; parameters that are None are left out."""
         return self._request_document("GET", path, params=_omit_none(query))
 
-    def post(self, path: str, **body: object) -> dict[str, Any]:
+    def post(self, path: str, **body: object) -> Document:
         """The document in the response; fields of the body that are None are left out."""
         return self._request_document("POST", path, json=_omit_none(body))
 
@@ -130,7 +130,7 @@ class Client:
         """The file at ``/api/v1/path``."""
         return self._send_request("GET", path).content
 
-    def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, Document]]:
         """The kind and the data of each server-sent event at ``/api/v1/path``."""
         stream = self._http.stream(
             "GET",
@@ -150,7 +150,7 @@ class Client:
                 elif line.startswith("data: "):
                     yield kind, json.loads(line[6:])
 
-    def iter_items(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
+    def iter_items(self, path: str, **query: object) -> Iterator[Document]:
         """All items of a list, page by page."""
         page = self.get(path, **query)
         list_url = self._http.base_url.join(path)
@@ -171,7 +171,7 @@ class Client:
             known = abbreviate_list(sorted(names), _MAX_JOBS_NAMED)
             raise NotFoundError(f"no job {job!r} has reported; known: {known}")
 
-    def _request_document(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+    def _request_document(self, method: str, url: str, **options: Any) -> Document:
         response = self._send_request(method, url, **options)
         try:
             document = response.json()

@@ -66,8 +66,8 @@ class CallReader:
         read_reduce_op: ReduceOpReader | None = None,
     ) -> None:
         self.spec = spec
-        indices: dict[str, int] = {}
-        tensor_indices: list[int] = []
+        indices = {}
+        tensor_indices = []
         for index, argument in enumerate(schema.arguments):
             indices[argument.name] = index
             if "Tensor" in str(argument.type):

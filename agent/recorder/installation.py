@@ -212,7 +212,7 @@ class RankProcess:
 
     def _write_faults(self) -> None:
         self.ring.set_word(LiveWord.ERRORS, sum(faults.fault_counts.values()))
-        lines: list[str] = []
+        lines = []
         for message, count in faults.fault_counts.items():
             line = message if count == 1 else f"{message} ({count} times)"
             lines.append(line[:200])

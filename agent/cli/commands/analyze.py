@@ -15,7 +15,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,17 +23,12 @@ from typing import Any
 
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
-from hangwatch.flight_recorder.calls import (
-    PARSE_ERRORS,
-    FlightDump,
-    FlightDumpError,
-    parse_dump,
-)
+from hangwatch.flight_recorder.calls import PARSE_ERRORS, FlightDump, FlightDumpError, parse_dump
 from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import get_parts, join_blocks, seconds_since
+from hangwatch.report.text import Document, get_parts, join_blocks, seconds_since
 
 from ..arguments import add_format_option
 from ..errors import CliError, UsageError, choose_exit_code
@@ -82,7 +77,7 @@ def run_analyze(args: argparse.Namespace) -> int:
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
     now = datetime.now(timezone.utc)
-    blocks: list[list[str]] = []
+    blocks = []
     for index, document in enumerate(incidents):
         try:
             # Ages are relative to the latest time in the document, since a bundle does not change.
@@ -116,14 +111,14 @@ def run_analyze(args: argparse.Namespace) -> int:
 
 def diagnose_files(
     paths: Sequence[Path], progress: Callable[[str], None] = lambda text: None
-) -> tuple[Evidence, OfflineDiagnosis, list[dict[str, Any]]]:
+) -> tuple[Evidence, OfflineDiagnosis, list[Document]]:
     """The evidence in files, the diagnosis from the dumps among them, and the documents of all
     incidents, those of bundles first. Raises FileError.
     """
     evidence = read_evidence(paths, progress)
     written_at = {rank: path.stat().st_mtime for rank, path in evidence.dump_paths.items()}
     finding = analyze_dumps(evidence.dumps, written_at)
-    documents = [dict(bundle.incident) for bundle in evidence.bundles]
+    documents = [bundle.incident for bundle in evidence.bundles]
     for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
     return evidence, finding, documents
@@ -172,8 +167,8 @@ class Bundle:
     """An incident and the ranks of its job, as documents of the API."""
 
     path: Path
-    incident: Mapping[str, Any]
-    ranks: list[Mapping[str, Any]]
+    incident: Document
+    ranks: list[Document]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,7 +192,7 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    files: list[Path] = []
+    files = []
     for path in paths:
         if not path.is_dir():
             files.append(path)

@@ -20,10 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import clean_text, get_parts
+from hangwatch.report.text import Document, clean_text, get_parts
 
 from ...environment.run_dir import make_private_folder
 from ...node.system.processes import read_environ
@@ -192,14 +191,16 @@ class _DemoRun:
 
     def _watch_training(self) -> None:
         """Prints the training steps until they stop."""
-        last, since = "", time.monotonic()
+        last = ""
+        since = time.monotonic()
         for _ in self._poll(TRAINING_TIMEOUT_S):
             lines = self._sandbox.read_lines("job.out")
             steps = [line for line in lines if line.startswith("step ")]
             if steps and steps[-1] != last:
                 if not last or len(steps) % 4 == 0:
                     self.print_message(f"training: {clean_text(steps[-1])}")
-                last, since = steps[-1], time.monotonic()
+                last = steps[-1]
+                since = time.monotonic()
             elif last and time.monotonic() - since > 1.0:
                 self.print_message(
                     f"rank {CULPRIT_RANK} now hangs and the others wait for it; the verdict is due"
@@ -208,9 +209,9 @@ class _DemoRun:
                 return
         raise self._build_error(f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s")
 
-    def _await_verdict(self, client: Client) -> dict[str, Any]:
+    def _await_verdict(self, client: Client) -> Document:
         """The first alert, once it has the culprit's stack or `STACK_TIMEOUT_S` have passed."""
-        alerts: list[dict[str, Any]] = []
+        alerts: list[Document] = []
         for _ in self._poll(VERDICT_TIMEOUT_S):
             incidents = client.iter_items("incidents", job=JOB_NAME)
             alerts = [item for item in incidents if item.get("severity") == "alert"]
@@ -242,7 +243,8 @@ class DemoSandbox:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hangwatch-demo-"))
         self._started: list[subprocess.Popen[bytes]] = []
-        rings, temporary = self.folder / "run", self.folder / "tmp"
+        rings = self.folder / "run"
+        temporary = self.folder / "tmp"
         make_private_folder(rings)
         make_private_folder(temporary)  # torchrun leaves folders behind
         self._mark = str(rings)
@@ -299,14 +301,15 @@ class DemoSandbox:
         """All processes that have the mark. Process groups would not do: the ranks are in sessions
         of their own, and the node agent is not a child of the demo.
         """
-        found: list[int] = []
+        found = []
         for path in Path("/proc").iterdir():
-            if path.name.isdigit() and int(path.name) != os.getpid():
-                # The process may have exited, or belong to another user.
-                with contextlib.suppress(OSError):
-                    environ = read_environ(int(path.name))
-                    if environ.get(MARK_VARIABLE) == self._mark:
-                        found.append(int(path.name))
+            if not path.name.isdigit() or int(path.name) == os.getpid():
+                continue
+            # The process may have exited, or belong to another user.
+            with contextlib.suppress(OSError):
+                environ = read_environ(int(path.name))
+                if environ.get(MARK_VARIABLE) == self._mark:
+                    found.append(int(path.name))
         for process in self._started:
             process.poll()  # no ended process is left as a zombie
         return found
@@ -317,14 +320,17 @@ class DemoSandbox:
                 os.kill(pid, number)
 
 
-def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:
+def names_planted_line(document: Document, file: str, line: int) -> bool:
     """Whether an incident blames the planted rank alone and has the planted line: its site, or a
     frame of its stacks.
     """
+    if document.get("culprits") != [CULPRIT_RANK]:
+        return False
     places = [document.get("site") or {}]
     for stack in get_parts(document, "stacks"):
         if stack.get("ranks") == [CULPRIT_RANK]:
             places += get_parts(stack, "frames")
-    return document.get("culprits") == [CULPRIT_RANK] and any(
-        Path(str(p.get("file", ""))).name == file and p.get("line") == line for p in places
+    return any(
+        Path(str(place.get("file", ""))).name == file and place.get("line") == line
+        for place in places
     )

@@ -62,7 +62,7 @@ def print_findings(args: argparse.Namespace, findings: Sequence[Finding]) -> int
     failed = [finding for finding in findings if finding.ok is False]
     keys = ("name", "verdict", "ok", "detail", "remedy")
     documents = [{key: getattr(finding, key) for key in keys} for finding in findings]
-    lines: list[str] = []
+    lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:4} {finding.name}: {finding.detail}")
         if finding.remedy:

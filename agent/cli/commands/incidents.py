@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.terminal import format_incident, format_summary
@@ -240,7 +239,7 @@ def run_show(args: argparse.Namespace) -> int:
         return watch_view(args, print_incident)
 
 
-def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
+def find_incident(client: Client, id_prefix: str | None, job: str | None) -> Document:
     """The incident with this id or unique prefix of an id, or the newest one if None is given.
 
     It is always fetched by its id, since the items of a list may be abridged.

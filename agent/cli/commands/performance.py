@@ -42,7 +42,7 @@ def run_perf(args: argparse.Namespace) -> int:
     """Prints the stragglers of each job, then the performance of its groups. Raises CliError."""
     with open_client(args) as client:
         groups = list(client.iter_items("performance", job=args.job))
-    blocks: list[Iterator[str]] = []
+    blocks = []
     jobs = itertools.groupby(groups, key=lambda group: (group.get("job"), group.get("attempt")))
     for _, job_groups in jobs:
         listed = list(job_groups)
@@ -62,7 +62,7 @@ def _format_job(groups: Sequence[Document]) -> Iterator[str]:
     if groups[0].get("attempt"):
         title += f" (attempt {clean_member(groups[0], 'attempt')})"
     yield title
-    stragglers: dict[str, Document] = {}  # each straggler once, by its ranks
+    stragglers = {}  # each straggler once, by its ranks
     for group in reversed(groups):
         straggler = group.get("straggler")
         if straggler and straggler.get("because_of") is None:
@@ -91,11 +91,14 @@ def _format_group(group: Document) -> Iterator[str]:
     for call in calls[:_MAX_CALL_LINES]:
         op = truncate_end(clean_member(call, "op"), 22)
         size = format_size(call["size_from"]) if call["size_from"] else "-"
-        latency, wait = call.get("latency") or {}, call.get("wait") or {}
-        times_s = (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s"))
-        times = " ".join(f"{'-' if s is None else format_duration(s):>7}" for s in times_s)
+        latency = call.get("latency") or {}
+        wait = call.get("wait") or {}
+        times = ""
+        for seconds in (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s")):
+            time = "-" if seconds is None else format_duration(seconds)
+            times += f" {time:>7}"
         bandwidth = "-" if call.get("busbw_gbs") is None else format_bandwidth(call["busbw_gbs"])
-        yield f"  {op:22} {size:>7} {call['calls']:>8} {times} {bandwidth:>10}"
+        yield f"  {op:22} {size:>7} {call['calls']:>8}{times} {bandwidth:>10}"
     if len(calls) > _MAX_CALL_LINES:
         yield f"  and {len(calls) - _MAX_CALL_LINES} more sizes"
     yield from _format_arrivals(group)

@@ -11,13 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from hangwatch.protocol.commands import (
-    MAX_RECORDING_HZ,
-    MAX_RECORDING_S,
-    MAX_RECORDING_SAMPLES,
-)
+from hangwatch.protocol.commands import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Document,
@@ -137,7 +132,7 @@ def run_record(args: argparse.Namespace) -> int:
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
-def _await_recording(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
+def _await_recording(client: Client, path: str, document: Document) -> Document:
     """Waits until every rank has completed or failed, and shows the progress."""
     began = time.monotonic()
     last_progress = ""
@@ -179,13 +174,15 @@ def _write_files(client: Client, path: str, folder: Path) -> None:
 
 def format_recording(document: Document) -> Iterator[str]:
     """A sentence on where each rank spends most of its time, and its call tree."""
-    rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
+    rate_hz = int(document.get("rate") or 1)
+    gil_only = bool(document.get("gil"))
     ranks = get_parts(document, "ranks")
     return join_blocks(_format_rank(rank, rate_hz, gil_only) for rank in ranks)
 
 
 def _format_rank(rank: Document, rate_hz: int, gil_only: bool) -> Iterator[str]:
-    name, threads = f"rank {rank.get('rank')}", get_parts(rank, "threads")
+    name = f"rank {rank.get('rank')}"
+    threads = get_parts(rank, "threads")
     if rank.get("error"):
         yield as_bold(name)
         yield from map(as_warning, wrap_text(rank["error"], indent="  ! "))
@@ -202,7 +199,7 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool) -> Iterator[str]:
         else:
             seconds = rank.get("seconds", 0)
             yield f"{title} · {seconds:.1f} s at {rate_hz} Hz · {sample_count:,} samples"
-        hottest: list[str] = []  # such as "62 % in spin (busy.py:4)"
+        hottest = []  # such as "62 % in spin (busy.py:4)"
         for line in get_parts(thread, "hottest", _MAX_HOTTEST_SHOWN):
             share = line.get("samples", 0) / max(1, sample_count)
             if share >= _MIN_SHARE:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from hangwatch.report.text import (
+    Document,
     as_bold,
     as_dim,
     as_error,
@@ -113,7 +113,7 @@ class _TraceOutput:
     has_values: bool = False
     reason: str = ""
 
-    def handle_event(self, kind: str, event: Mapping[str, Any]) -> None:
+    def handle_event(self, kind: str, event: Document) -> None:
         if self.args.json and kind in ("call", "missed"):
             print(json.dumps({"type": kind, **event}), flush=True)
         if kind == "call":
@@ -194,7 +194,7 @@ class _TraceOutput:
             yield as_warning(f"{self.missed_count:>9,}  not shown")
 
 
-def format_call(document: Mapping[str, Any]) -> Iterator[str]:
+def format_call(document: Document) -> Iterator[str]:
     """A line such as ``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812
     train.py:41 in step  ≤ 1.2 ms``, and a second one such as ``mean 0.5  min 0  max 1  norm 8  all
     finite`` if the call has values.
@@ -219,8 +219,10 @@ def format_call(document: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "  ".join(column for column in columns if column)
     if values := document.get("values"):
-        numbers = {name: values.get(name) for name in ("mean", "min", "max", "norm")}
-        parts = [f"{k} -" if v is None else f"{k} {v:.6g}" for k, v in numbers.items()]
+        parts = []
+        for name in ("mean", "min", "max", "norm"):
+            number = values.get(name)
+            parts.append(f"{name} -" if number is None else f"{name} {number:.6g}")
         nonfinite_count = int(values.get("nonfinite") or 0)
         if nonfinite_count:
             parts.append(as_error(f"{nonfinite_count} NaN or infinite"))
@@ -229,7 +231,7 @@ def format_call(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"    {'  '.join(parts)}"
 
 
-def _format_arguments(document: Mapping[str, Any]) -> str:
+def _format_arguments(document: Document) -> str:
     """``all_reduce [64] float32 sum``."""
     parts = [as_bold(clean_member(document, "op"))]
     for shape in get_parts(document, "shapes"):
