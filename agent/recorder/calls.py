@@ -60,10 +60,7 @@ class CallReader:
     """Reads one operator's arguments, at the positions that the schema of this torch gives them."""
 
     def __init__(
-        self,
-        spec: OperatorSpec,
-        schema: Any,
-        read_reduce_op: ReduceOpReader | None = None,
+        self, spec: OperatorSpec, schema: Any, read_reduce_op: ReduceOpReader | None = None
     ) -> None:
         self.spec = spec
         indices = {}
@@ -249,12 +246,7 @@ class CallReader:
         return self._group_index < len(args) and args[self._group_index] is not None
 
     def _make_key(
-        self,
-        tensors: Any,
-        first: Any,
-        reduce_op: int | None,
-        root: int | None,
-        args: Arguments,
+        self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: Arguments
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)

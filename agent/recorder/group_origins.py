@@ -32,6 +32,9 @@ _MAX_UNANNOUNCED = 256
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "::", "::1", "")
 _UNKNOWN_PREFIX = "?"
 
+# The server or the file of a store, and the prefixes of its keys, the outermost last.
+StorePath = tuple[str, ...]
+
 
 @dataclass(slots=True, eq=False)
 class GroupOrigin:
@@ -87,7 +90,7 @@ class OriginTracker:
     def __init__(self) -> None:
         self.ranked_creation = RankedCreation()
         self._origins: WeakTable[GroupOrigin] = WeakTable()
-        self._store_paths: WeakTable[tuple[str, ...]] = WeakTable()
+        self._store_paths: WeakTable[StorePath] = WeakTable()
         self._creation_counts: dict[str, int] = {}
         # Foreign groups that were created before this process was recorded.
         self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
@@ -215,8 +218,7 @@ class OriginTracker:
         )
         return GroupOrigin(group, has_address="://" in path[0])
 
-    def _find_store_path(self, store: Any) -> tuple[str, ...]:
-        """The server or the file of a store, and the prefixes of its keys, the outermost last."""
+    def _find_store_path(self, store: Any) -> StorePath:
         if store is not None and (path := self._store_paths.get(store)) is not None:
             return path
         inner = getattr(store, "underlying_store", None)

@@ -25,7 +25,7 @@ from hangwatch.ring.parts import encode_description
 from . import faults
 from .group_origins import origin_tracker
 from .streams import StreamRecorder
-from .writer import RingWriter
+from .writer import JsonObject, RingWriter
 
 StreamKey = TypeVar("StreamKey")
 
@@ -161,7 +161,7 @@ class GroupRegistry:
         """
         self._retired_streams.append((monotonic(), stream))
 
-    def _open_slot(self, uid: int, description: dict[str, Any]) -> int:
+    def _open_slot(self, uid: int, description: JsonObject) -> int:
         """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of deleted groups are closed
         now and then, so that there are about as many slots as streams in use.
         """
