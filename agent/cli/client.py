@@ -46,11 +46,12 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     except TargetError as error:
         raise UsageError(f"{error.problem}: an example is http://master:8642") from None
     chosen = targets[0]
-    for target in targets if len(targets) > 1 else ():
-        with contextlib.suppress(OSError):
-            socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
-            chosen = target
-            break
+    if len(targets) > 1:
+        for target in targets:
+            with contextlib.suppress(OSError):
+                socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
+                chosen = target
+                break
     return replace(chosen, token=token) if token else chosen
 
 

@@ -190,7 +190,8 @@ class CallSites:
 
     def is_user_code(self, code: CodeType) -> bool:
         cached = self._origins.get(id(code))
-        return (cached[0] if cached is not None else self._classify_code(code)) == _USER
+        origin = cached[0] if cached is not None else self._classify_code(code)
+        return origin == _USER
 
     def _intern_site(self, frame: FrameType) -> int:
         key = (id(frame.f_code), frame.f_lasti)

@@ -49,8 +49,11 @@ class HandledExceptions:
 
     def update_note(self, call_count: int) -> None:
         """Looks once a second while ``call_count`` stays the same; called ten times a second."""
-        self._quiet_polls = self._quiet_polls + 1 if call_count == self._call_count else 0
-        self._call_count = call_count
+        if call_count == self._call_count:
+            self._quiet_polls += 1
+        else:
+            self._call_count = call_count
+            self._quiet_polls = 0
         if self._quiet_polls % _QUIET_POLLS:
             return
         note = self._describe_handled() if self._quiet_polls else {}

@@ -125,22 +125,22 @@ class OriginTracker:
         foreign unless torch has registered it with ranks of the world.
         """
         origin = self._origins.get(pg)
-        if origin is None:
+        if origin is not None:
+            return origin
+        # torch has registered it if it knows the ranks of the members, and this process's fits.
+        is_registered = False
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            numbers = c10d._world.pg_group_ranks.get(pg)
+            if numbers is not None and c10d.is_initialized():
+                is_registered = numbers.get(c10d.get_rank(), -1) == pg.rank()
+        if is_registered:
             origin = GroupOrigin()
-            # torch has registered it if it knows the ranks of the members, and this process's fits.
-            is_registered = False
-            try:
-                numbers = c10d._world.pg_group_ranks.get(pg)
-                if numbers is not None and c10d.is_initialized():
-                    is_registered = numbers.get(c10d.get_rank(), -1) == pg.rank()
-            except (AttributeError, RuntimeError, ValueError):
-                is_registered = False
-            if not is_registered:
-                store = None
-                with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
-                    store = pg.get_group_store()
-                origin = self._make_foreign_origin(store, pg.rank(), pg.size())
-            self._remember(pg, origin)
+        else:
+            store = None
+            with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
+                store = pg.get_group_store()
+            origin = self._make_foreign_origin(store, pg.rank(), pg.size())
+        self._remember(pg, origin)
         return origin
 
     def record_prefix(self, prefix_store: Any, args: Arguments, kwargs: KeywordArguments) -> None:

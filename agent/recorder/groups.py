@@ -108,8 +108,10 @@ class GroupRegistry:
             ranks = track.group.ranks
             if peer is None:
                 peer_rank = ANY_SOURCE
+            elif 0 <= peer < len(ranks):
+                peer_rank = ranks[peer]
             else:
-                peer_rank = ranks[peer] if 0 <= peer < len(ranks) else encode_invalid_peer(peer)
+                peer_rank = encode_invalid_peer(peer)
             channel = self.open_stream_once(track.channels, key, kind, track.group, peer_rank, tag)
             if channel is not None and track.has_lost_messages:
                 channel.mark_incomplete(LossReason.FAULT)

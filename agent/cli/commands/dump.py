@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
 from hangwatch.report.terminal import format_stack, merge_equal_stacks
-from hangwatch.report.text import get_parts, join_blocks, name_ranks
+from hangwatch.report.text import Document, get_parts, join_blocks, name_ranks
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import build_path, open_client
@@ -51,10 +50,11 @@ def run_dump(args: argparse.Namespace) -> int:
             time.sleep(_POLL_S)
             document = client.get(build_path("dumps", document["id"]))
     ranks = get_parts(document, "ranks")
-    entries: list[dict[str, Any]] = []
+    entries: list[Document] = []
     for rank in ranks:
         stacks = get_parts(rank, "stacks")
-        if rank.get("error") and not any(stack.get("error") for stack in stacks):
+        is_explained = any(stack.get("error") for stack in stacks)
+        if rank.get("error") and not is_explained:
             stacks.append({"error": rank["error"]})
         entries += [{**stack, "ranks": [rank["rank"]]} for stack in stacks]
     blocks = [format_stack(entry, full=True) for entry in merge_equal_stacks(entries)]
