@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import email.utils
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ import httpx
 
 from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol.local_peer import find_peer_uid, is_loopback_peer
-from hangwatch.report.text import abbreviate_list
+from hangwatch.report.text import Document, abbreviate_list
 
 from ..transport.client import ServerTarget, TargetError, parse_targets
 from .arguments import DEFAULT_URL
@@ -45,11 +46,12 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     except TargetError as error:
         raise UsageError(f"{error.problem}: an example is http://master:8642") from None
     chosen = targets[0]
-    for target in targets if len(targets) > 1 else ():
-        with contextlib.suppress(OSError):
-            socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
-            chosen = target
-            break
+    if len(targets) > 1:
+        for target in targets:
+            with contextlib.suppress(OSError):
+                socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
+                chosen = target
+                break
     return replace(chosen, token=token) if token else chosen
 
 
@@ -58,11 +60,9 @@ def build_path(collection: str, item: object) -> str:
     return f"{collection}/{quote(str(item), safe='')}"
 
 
-def open_client(
-    args: argparse.Namespace, env: Mapping[str, str]
-) -> contextlib.AbstractContextManager[Client]:
+def open_client(args: argparse.Namespace) -> contextlib.AbstractContextManager[Client]:
     """A client for the address in ``args.url``, ``args.token`` and the environment."""
-    return contextlib.closing(Client(parse_address(args.url, args.token, env)))
+    return contextlib.closing(Client(parse_address(args.url, args.token, os.environ)))
 
 
 def _name_user(uid: int | None) -> str:
@@ -119,11 +119,11 @@ class Client:
                 " which other hosts reach it, or serve it by https"
             )
 
-    def get(self, path: str, **query: object) -> dict[str, Any]:
+    def get(self, path: str, **query: object) -> Document:
         """The document at ``/api/v1/path``; parameters that are None are left out."""
         return self._request_document("GET", path, params=_omit_none(query))
 
-    def post(self, path: str, **body: object) -> dict[str, Any]:
+    def post(self, path: str, **body: object) -> Document:
         """The document in the response; fields of the body that are None are left out."""
         return self._request_document("POST", path, json=_omit_none(body))
 
@@ -131,7 +131,7 @@ class Client:
         """The file at ``/api/v1/path``."""
         return self._send_request("GET", path).content
 
-    def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, Document]]:
         """The kind and the data of each server-sent event at ``/api/v1/path``."""
         stream = self._http.stream(
             "GET",
@@ -151,7 +151,7 @@ class Client:
                 elif line.startswith("data: "):
                     yield kind, json.loads(line[6:])
 
-    def iter_items(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
+    def iter_items(self, path: str, **query: object) -> Iterator[Document]:
         """All items of a list, page by page."""
         page = self.get(path, **query)
         list_url = self._http.base_url.join(path)
@@ -172,7 +172,7 @@ class Client:
             known = abbreviate_list(sorted(names), _MAX_JOBS_NAMED)
             raise NotFoundError(f"no job {job!r} has reported; known: {known}")
 
-    def _request_document(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+    def _request_document(self, method: str, url: str, **options: Any) -> Document:
         response = self._send_request(method, url, **options)
         try:
             document = response.json()

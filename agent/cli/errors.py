@@ -4,13 +4,14 @@ remedy; `main` prints it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+from hangwatch.report.text import Document
 
 OK, ERROR, USAGE, UNREACHABLE, HANG, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-def choose_exit_code(incidents: Iterable[Mapping[str, Any]]) -> int:
+def choose_exit_code(incidents: Iterable[Document]) -> int:
     """`HANG` if one of the incidents is an alert."""
     return HANG if any(incident.get("severity") == "alert" for incident in incidents) else OK
 

@@ -2,9 +2,8 @@
 expected error ends here, as one message on stderr.
 
 The module of a command NAME has ``add_NAME_arguments``, which declares its arguments, and
-``run_NAME``, which takes the parsed arguments and the environment, returns the exit code, and raises
-`CliError`. Only the module of the command that was typed is imported, so `hangwatch --help` loads no
-HTTP client.
+``run_NAME``, which takes the parsed arguments, returns the exit code, and raises `CliError`. Only the
+module of the command that was typed is imported, so `hangwatch --help` loads no HTTP client.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
     try:
-        code: int = args.run(args, os.environ)
+        code: int = args.run(args)
         sys.stdout.flush()
         return code
     except CliError as error:

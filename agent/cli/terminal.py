@@ -7,14 +7,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hangwatch.report.text import Paint, clean_text
+from hangwatch.report.text import clean_text, strip_style
 
 from .errors import OK, NotFoundError, UnreachableError
 
@@ -25,16 +26,17 @@ _REFRESH_S = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
-def detect_paint(env: Mapping[str, str]) -> Paint:
-    """Colour on a terminal only, unless NO_COLOR (no-color.org) is set or the terminal is dumb."""
-    is_plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
-    return Paint(colour=sys.stdout.isatty() and not is_plain)
+def shows_style() -> bool:
+    """Whether stdout is a terminal, NO_COLOR (no-color.org) is not set, and the terminal is not dumb."""
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_plain
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Prints data to stdout."""
+def print_lines(lines: Iterable[str], *, flush: bool = False) -> None:
+    """Prints data to stdout, with its style if stdout shows that."""
+    is_styled = shows_style()
     for line in lines:
-        print(line)
+        print(line if is_styled else strip_style(line), flush=flush)
 
 
 def print_result(args: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
@@ -64,13 +66,16 @@ def show_progress() -> Iterator[Callable[[str], None]]:
         replace_line("")
 
 
-def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
+def page_lines(lines: Iterable[str]) -> None:
     """Prints the lines, through the pager if stdout is a terminal."""
+    env = os.environ
     command = shlex.split(env.get("PAGER", _DEFAULT_PAGER))
     if not command or command == ["cat"] or env.get("TERM") == "dumb" or not sys.stdout.isatty():
         print_lines(lines)
         return
     text = "".join(f"{line}\n" for line in lines)
+    if not shows_style():
+        text = strip_style(text)
     try:
         pager = subprocess.Popen(
             command,
@@ -89,7 +94,7 @@ def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
             pager.wait()
 
 
-def watch_view(args: argparse.Namespace, print_view: Callable[[], int], paint: Paint) -> int:
+def watch_view(args: argparse.Namespace, print_view: Callable[[], int]) -> int:
     """Prints the view and returns its exit code; with ``--watch``, prints it each second until
     Ctrl-C. A server that cannot be reached, and something that does not exist yet, are then waited
     for.
@@ -99,7 +104,7 @@ def watch_view(args: argparse.Namespace, print_view: Callable[[], int], paint: P
     code = OK
     try:
         while True:
-            if paint.colour and not args.json:
+            if shows_style() and not args.json:
                 print(_CLEAR_SCREEN, end="")
             try:
                 code = print_view()

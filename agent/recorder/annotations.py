@@ -99,7 +99,10 @@ class UserAnnotations:
         if not has_world and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
             # The rank communicates, though not by torch.distributed.
             self._rank.set_lifecycle(Lifecycle.INITIALISED)
-        if isinstance(group, str) or (group is None and (ranks is not None or not has_world)):
+        is_declared = isinstance(group, str)
+        if group is None:
+            is_declared = ranks is not None or not has_world
+        if is_declared:
             members = None if ranks is None else tuple(ranks)
             return self._get_declared_stream(group or DECLARED_BACKEND, members)
         groups = self._rank.recorder.groups

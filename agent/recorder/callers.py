@@ -58,7 +58,7 @@ def find_logged_callers() -> dict[int, CodeType]:
     """The code of torch.distributed's functions that only torch's logger wraps, by its id."""
     from torch.distributed import distributed_c10d as c10d
 
-    codes: dict[int, CodeType] = {}
+    codes = {}
     for function in vars(c10d).values():
         # isinstance would access a deprecated alias, which warns.
         if type(function) is not FunctionType:
@@ -190,7 +190,8 @@ class CallSites:
 
     def is_user_code(self, code: CodeType) -> bool:
         cached = self._origins.get(id(code))
-        return (cached[0] if cached is not None else self._classify_code(code)) == _USER
+        origin = cached[0] if cached is not None else self._classify_code(code)
+        return origin == _USER
 
     def _intern_site(self, frame: FrameType) -> int:
         key = (id(frame.f_code), frame.f_lasti)
@@ -211,9 +212,11 @@ class CallSites:
             if self._on_origin is not None:
                 self._on_origin(0, None)
         file = code.co_filename
+        # Code without a file was made by ``exec``. In ``python -c``, it is the user's program.
+        is_generated = file.startswith("<") and hasattr(sys.modules.get("__main__"), "__file__")
         if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
             origin = _MACHINERY
-        elif any(part in file for part in _LIBRARY_PARTS) or _is_generated(file):
+        elif is_generated or any(part in file for part in _LIBRARY_PARTS):
             origin = _LIBRARY
         else:
             origin = _MACHINERY if file.startswith(_STDLIB_PREFIXES) else _USER
@@ -221,11 +224,6 @@ class CallSites:
         if self._on_origin is not None:
             self._on_origin(id(code), origin)
         return origin
-
-
-def _is_generated(file: str) -> bool:
-    """Whether code without a file was made by ``exec``. In ``python -c``, it is the user's program."""
-    return file.startswith("<") and hasattr(sys.modules.get("__main__"), "__file__")
 
 
 def inspect_thread(thread: int) -> tuple[bool, bool]:

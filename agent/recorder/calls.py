@@ -60,23 +60,24 @@ class CallReader:
     """Reads one operator's arguments, at the positions that the schema of this torch gives them."""
 
     def __init__(
-        self,
-        spec: OperatorSpec,
-        schema: Any,
-        read_reduce_op: ReduceOpReader | None = None,
+        self, spec: OperatorSpec, schema: Any, read_reduce_op: ReduceOpReader | None = None
     ) -> None:
         self.spec = spec
-        indices: dict[str, int] = {}
+        indices = {}
+        tensor_indices = []
         for index, argument in enumerate(schema.arguments):
             indices[argument.name] = index
-        self._group_index = find_group_index(schema)
+            if "Tensor" in str(argument.type):
+                tensor_indices.append(index)
+        self._group_index = _find_type(schema, _GROUP_TYPE)
         self.tensors_index = indices.get(spec.tensors_arg or "tensor", -1)
-        self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
+        self._tensor_indices = tensor_indices if spec.is_generic else None
         self.reduce_op_index = _find_type(schema, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
         self.root_index = indices.get("root_rank", -1)
+        is_send = spec.p2p_role is P2pRole.SEND
         # A receive from any source has no peer.
-        self._peer_index = indices.get("dst" if spec.p2p_role is P2pRole.SEND else "src", -1)
+        self._peer_index = indices.get("dst" if is_send else "src", -1)
         self._tag_index = indices.get("tag", -1)
         self._split_indices: tuple[int, int] | None = None
         if spec.split_args:
@@ -86,7 +87,7 @@ class CallReader:
         # torch 2.6 and 2.7 know only the second name, on few operators.
         self._async_index = indices.get("async_op", indices.get("asyncOp", -1))
         self.is_p2p = spec.is_p2p
-        self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
+        self._p2p_kind = StreamKind.SEND if is_send else StreamKind.RECV
         # The keys hold everything that is in a signature.
         self._interned_signatures: dict[Any, InternedSignature] = {}
         self.plans: dict[Any, CallPlan] = {}  # one for each kind of call that was entered before
@@ -245,12 +246,7 @@ class CallReader:
         return self._group_index < len(args) and args[self._group_index] is not None
 
     def _make_key(
-        self,
-        tensors: Any,
-        first: Any,
-        reduce_op: int | None,
-        root: int | None,
-        args: Arguments,
+        self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: Arguments
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
@@ -370,7 +366,7 @@ def iter_communicating_operators() -> Iterator[TorchOperator]:
         name = qualified_name.removeprefix(_NAMESPACE)
         base_name, _, overload_name = name.partition(".")
         overload = getattr(getattr(torch.ops.c10d, base_name), overload_name or "default")
-        if base_name in LOCAL_OPERATORS or find_group_index(overload._schema) < 0:
+        if base_name in LOCAL_OPERATORS or _find_type(overload._schema, _GROUP_TYPE) < 0:
             continue
         if any(argument.kwarg_only for argument in overload._schema.arguments):
             # A kernel gets such arguments by name, for which other operators must not pay.
@@ -378,17 +374,6 @@ def iter_communicating_operators() -> Iterator[TorchOperator]:
             continue
         spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
         yield TorchOperator(name, overload, spec)
-
-
-def find_group_index(schema: Any) -> int:
-    """The position of the argument that holds the process group; -1 if there is none."""
-    return _find_type(schema, _GROUP_TYPE)
-
-
-def find_tensor_indices(schema: Any) -> tuple[int, ...]:
-    """The positions of all arguments that hold tensors."""
-    types = [str(argument.type) for argument in schema.arguments]
-    return tuple(index for index, kind in enumerate(types) if "Tensor" in kind)
 
 
 def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:

@@ -98,7 +98,7 @@ def find_counter_key(group: Any) -> CounterKey | DeviceStatusState:
 
 def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
     """Reads the counters without the recorded calls, whose events would have to be queried."""
-    counters: dict[CounterKey, Counters] = {}
+    counters = {}
     is_enabled = queried_communicators = False
     for recorder in recorders:
         if recorder == OWN_RECORDER:
@@ -241,7 +241,9 @@ class DeviceStatusReader:
 
     def _find_counted_groups(self, tracks: Iterable[GroupTrack]) -> None:
         open_streams = self._recorder.groups.streams
-        for uid in [uid for uid in self._counted_groups if uid not in open_streams]:
+        for uid in list(self._counted_groups):
+            if uid in open_streams:
+                continue
             _, slot = self._counted_groups.pop(uid)
             if slot is not None:
                 self._free_slots.append(slot)

@@ -19,12 +19,14 @@ from .recorder import Recorder
 _MAX_MESSAGE_CHARS = 800
 _QUIET_POLLS = 10  # about a second
 
+ExceptionNote = dict[str, Any]  # the ring's note of an exception, without its time
+
 
 def describe_exception(
     value: BaseException, message: str, trace: TracebackType | None, sites: CallSites
-) -> dict[str, Any]:
-    """The ring's note, without its time: with the innermost line of the user's code in the traceback."""
-    description: dict[str, Any] = {
+) -> ExceptionNote:
+    """The note, with the innermost line of the user's code in the traceback."""
+    description: ExceptionNote = {
         "type": type(value).__qualname__,
         "message": message[:_MAX_MESSAGE_CHARS],
     }
@@ -43,12 +45,15 @@ class HandledExceptions:
         self._recorder = recorder
         self._call_count = 0
         self._quiet_polls = 0
-        self._noted: dict[str, Any] = {}  # the note without its time
+        self._noted: ExceptionNote = {}
 
     def update_note(self, call_count: int) -> None:
         """Looks once a second while ``call_count`` stays the same; called ten times a second."""
-        self._quiet_polls = self._quiet_polls + 1 if call_count == self._call_count else 0
-        self._call_count = call_count
+        if call_count == self._call_count:
+            self._quiet_polls += 1
+        else:
+            self._call_count = call_count
+            self._quiet_polls = 0
         if self._quiet_polls % _QUIET_POLLS:
             return
         note = self._describe_handled() if self._quiet_polls else {}
@@ -58,7 +63,7 @@ class HandledExceptions:
                 EXCEPTION, {**note, "at_ns": monotonic_ns()} if note else {}
             )
 
-    def _describe_handled(self) -> dict[str, Any]:
+    def _describe_handled(self) -> ExceptionNote:
         """The exception that the main thread is handling, or else another; empty if there is none."""
         by_thread = read_threads(sys._current_exceptions)
         main = threading.main_thread().ident or 0

@@ -49,10 +49,7 @@ def record_message(message: str) -> None:
 
 
 def extend_method(
-    owner: Any,
-    name: str,
-    after: Callable[[Any, Arguments, KeywordArguments], None],
-    where: str,
+    owner: Any, name: str, after: Callable[[Any, Arguments, KeywordArguments], None], where: str
 ) -> None:
     """Calls ``after(object, args, kwargs)`` whenever a method of torch has returned. Errors of
     ``after`` are recorded instead of raised. A method is extended only once.
@@ -75,10 +72,3 @@ def set_listener(listener: Callable[[], None] | None) -> None:
     """Calls ``listener`` after each recorded fault."""
     global _listener
     _listener = listener
-
-
-def format_lines() -> list[str]:
-    return [
-        message if count == 1 else f"{message} ({count} times)"
-        for message, count in fault_counts.items()
-    ]

@@ -32,6 +32,9 @@ _MAX_UNANNOUNCED = 256
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "::", "::1", "")
 _UNKNOWN_PREFIX = "?"
 
+# The server or the file of a store, and the prefixes of its keys, the outermost last.
+StorePath = tuple[str, ...]
+
 
 @dataclass(slots=True, eq=False)
 class GroupOrigin:
@@ -87,55 +90,57 @@ class OriginTracker:
     def __init__(self) -> None:
         self.ranked_creation = RankedCreation()
         self._origins: WeakTable[GroupOrigin] = WeakTable()
-        self._store_paths: WeakTable[tuple[str, ...]] = WeakTable()
+        self._store_paths: WeakTable[StorePath] = WeakTable()
         self._creation_counts: dict[str, int] = {}
         # Foreign groups that were created before this process was recorded.
         self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
-        self._announce: Callable[[GroupOrigin], None] | None = None
-        self._complete: Callable[[GroupOrigin, bool], None] | None = None
+        # The functions that record the creation of a group, while this process is recorded.
+        self._enter_creation: Callable[[str, Group], Any] | None = None
+        self._leave_creation: Callable[[Any, bool], None] | None = None
         # Called with a foreign group of several processes that this process has joined, while it is
         # not recorded.
         self.join_callback: Callable[[Group], None] | None = None
 
     def set_listeners(
         self,
-        announce: Callable[[GroupOrigin], None],
-        complete: Callable[[GroupOrigin, bool], None],
+        enter_creation: Callable[[str, Group], Any],
+        leave_creation: Callable[[Any, bool], None],
     ) -> None:
-        """``announce`` is called before a foreign group is created, ``complete`` when it has been
-        created (True) or was given up (False).
+        """``enter_creation(operation, group)`` is called before a foreign group is created, since others
+        may wait for it; ``leave_creation`` with the result when the group has been created (True) or was
+        given up (False).
         """
-        self._announce, self._complete = announce, complete
+        self._enter_creation, self._leave_creation = enter_creation, leave_creation
         while self._unannounced:
             origin = self._unannounced.popleft()
             if origin.group_ref is not None and origin.group_ref() is not None:
-                announce(origin)
+                self._begin_creation(origin)
                 self._complete_creation(origin, True)
 
     def clear_listeners(self) -> None:
-        self._announce = self._complete = None
+        self._enter_creation = self._leave_creation = None
 
     def find_origin(self, pg: Any) -> GroupOrigin:
         """The origin of a group. The creation of a group by C++ is not seen: such a group counts as
         foreign unless torch has registered it with ranks of the world.
         """
         origin = self._origins.get(pg)
-        if origin is None:
+        if origin is not None:
+            return origin
+        # torch has registered it if it knows the ranks of the members, and this process's fits.
+        is_registered = False
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            numbers = c10d._world.pg_group_ranks.get(pg)
+            if numbers is not None and c10d.is_initialized():
+                is_registered = numbers.get(c10d.get_rank(), -1) == pg.rank()
+        if is_registered:
             origin = GroupOrigin()
-            # torch has registered it if it knows the ranks of the members, and this process's fits.
-            is_registered = False
-            try:
-                numbers = c10d._world.pg_group_ranks.get(pg)
-                if numbers is not None and c10d.is_initialized():
-                    is_registered = numbers.get(c10d.get_rank(), -1) == pg.rank()
-            except (AttributeError, RuntimeError, ValueError):
-                is_registered = False
-            if not is_registered:
-                store = None
-                with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
-                    store = pg.get_group_store()
-                origin = self._make_foreign_origin(store, pg.rank(), pg.size())
-            self._remember(pg, origin)
+        else:
+            store = None
+            with contextlib.suppress(AttributeError, RuntimeError):  # not every torch shows it
+                store = pg.get_group_store()
+            origin = self._make_foreign_origin(store, pg.rank(), pg.size())
+        self._remember(pg, origin)
         return origin
 
     def record_prefix(self, prefix_store: Any, args: Arguments, kwargs: KeywordArguments) -> None:
@@ -156,29 +161,30 @@ class OriginTracker:
             return
         origin = self._make_foreign_origin(store, rank, size)
         self._remember(pg, origin)
-        if self._announce is not None:
-            self._announce(origin)
-        else:
-            self._unannounced.append(origin)
+        self._begin_creation(origin)
 
     def record_backend(self, pg: Any, args: Arguments, kwargs: KeywordArguments) -> None:
         """Records that a group has its backend now, which may have had to wait for other members."""
         origin = self._origins.get(pg)
         if origin is None:
             return
-        if self._announce is None and self.join_callback is not None:
-            group = origin.foreign
-            if (
-                group is not None
-                and origin.has_address
-                and 0 <= group.number < len(group.ranks) > 1
-            ):
+        group = origin.foreign
+        if self._enter_creation is None and self.join_callback is not None and group is not None:
+            is_member = 0 <= group.number < len(group.ranks)
+            if origin.has_address and is_member and len(group.ranks) > 1:
                 self.join_callback(group)
         self._complete_creation(origin, True)
 
+    def _begin_creation(self, origin: GroupOrigin) -> None:
+        if self._enter_creation is None:
+            self._unannounced.append(origin)
+        elif origin.foreign is not None:
+            origin.creation = self._enter_creation("new_process_group", origin.foreign)
+
     def _complete_creation(self, origin: GroupOrigin, has_backend: bool) -> None:
-        if origin.creation is not None and self._complete is not None:
-            self._complete(origin, has_backend)
+        if origin.creation is not None and self._leave_creation is not None:
+            creation, origin.creation = origin.creation, None
+            self._leave_creation(creation, has_backend)
 
     def _remember(self, pg: Any, origin: GroupOrigin) -> None:
         # A group that is deleted before it has its backend was given up.
@@ -212,8 +218,7 @@ class OriginTracker:
         )
         return GroupOrigin(group, has_address="://" in path[0])
 
-    def _find_store_path(self, store: Any) -> tuple[str, ...]:
-        """The server or the file of a store, and the prefixes of its keys, the outermost last."""
+    def _find_store_path(self, store: Any) -> StorePath:
         if store is not None and (path := self._store_paths.get(store)) is not None:
             return path
         inner = getattr(store, "underlying_store", None)

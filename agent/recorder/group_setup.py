@@ -19,7 +19,7 @@ from hangwatch.model.groups import Group, RankTuple, pack_ranks
 from . import faults
 from .dynamo import run_uncompiled
 from .faults import Arguments, KeywordArguments
-from .group_origins import GroupOrigin, origin_tracker
+from .group_origins import origin_tracker
 from .recorder import Recorder
 from .streams import EnteredCall, StreamRecorder
 
@@ -133,28 +133,18 @@ class SetupRecorder:
             generation=groups.generation,
             world_size=groups.world_size,
         )
-        stream = groups.open_stream(StreamKind.SETUP, members)
+        return self.enter_creation(op, members)
+
+    def enter_creation(self, op: str, members: Group) -> EnteredCall | None:
+        """Records, in a stream of its own, that this process begins to create a group."""
+        stream = self._recorder.groups.open_stream(StreamKind.SETUP, members)
         return None if stream is None else self._recorder.enter_declared_call(stream, op)
 
-    def leave_local_call(self, call: EnteredCall | None, returned: bool) -> None:
+    def leave_creation(self, call: EnteredCall | None, returned: bool) -> None:
         """Records that the group was created or given up; its stream may then make room."""
         if call is not None:
             self.leave_call(call, returned)
             self._recorder.groups.retire_stream(call[0])
-
-    def announce_foreign_group(self, origin: GroupOrigin) -> None:
-        """Records that this process begins to create a foreign group: others may wait for it."""
-        if origin.foreign is None:
-            return
-        stream = self._recorder.groups.open_stream(StreamKind.SETUP, origin.foreign)
-        if stream is not None:
-            origin.creation = self._recorder.enter_declared_call(stream, "new_process_group")
-
-    def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
-        """Records that a foreign group was created or given up; its stream may then make room."""
-        creation, origin.creation = origin.creation, None
-        self.leave_call(creation, returned)
-        self._recorder.groups.retire_stream(creation[0])
 
     def mark_incomplete(self) -> None:
         """Records that the creation of a group may not have been recorded."""

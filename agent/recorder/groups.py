@@ -25,7 +25,7 @@ from hangwatch.ring.parts import encode_description
 from . import faults
 from .group_origins import origin_tracker
 from .streams import StreamRecorder
-from .writer import RingWriter
+from .writer import JsonObject, RingWriter
 
 StreamKey = TypeVar("StreamKey")
 
@@ -108,8 +108,10 @@ class GroupRegistry:
             ranks = track.group.ranks
             if peer is None:
                 peer_rank = ANY_SOURCE
+            elif 0 <= peer < len(ranks):
+                peer_rank = ranks[peer]
             else:
-                peer_rank = ranks[peer] if 0 <= peer < len(ranks) else encode_invalid_peer(peer)
+                peer_rank = encode_invalid_peer(peer)
             channel = self.open_stream_once(track.channels, key, kind, track.group, peer_rank, tag)
             if channel is not None and track.has_lost_messages:
                 channel.mark_incomplete(LossReason.FAULT)
@@ -161,7 +163,7 @@ class GroupRegistry:
         """
         self._retired_streams.append((monotonic(), stream))
 
-    def _open_slot(self, uid: int, description: dict[str, Any]) -> int:
+    def _open_slot(self, uid: int, description: JsonObject) -> int:
         """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of deleted groups are closed
         now and then, so that there are about as many slots as streams in use.
         """
@@ -177,7 +179,7 @@ class GroupRegistry:
     def _close_dead_streams(self, before: float) -> None:
         """Retires the streams of deleted groups, and closes those retired before that time."""
         tables: tuple[dict[Any, GroupTrack], ...] = (self.tracks, self._tracks_by_key)
-        dead_tracks: dict[int, GroupTrack] = {}
+        dead_tracks = {}
         for table in tables:
             for key, track in list(table.items()):
                 if track.group_ref() is None:

@@ -130,7 +130,7 @@ def _start_recording(
             current.recorder.groups.mark_incomplete(_lost_before)
         kernels.set_recorder(current.recorder)
         setup = current.setup_recorder
-        origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
+        origin_tracker.set_listeners(setup.enter_creation, setup.leave_creation)
         # The function returns False; Dynamo sees a constant True in its place.
         hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
         hangwatch._watcher = UserAnnotations(current)
@@ -212,7 +212,10 @@ class RankProcess:
 
     def _write_faults(self) -> None:
         self.ring.set_word(LiveWord.ERRORS, sum(faults.fault_counts.values()))
-        lines = [line[:200] for line in faults.format_lines()]
+        lines = []
+        for message, count in faults.fault_counts.items():
+            line = message if count == 1 else f"{message} ({count} times)"
+            lines.append(line[:200])
         self.ring.write_note(FAULTS, {"lines": lines})
 
 
@@ -311,8 +314,9 @@ def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
     The lists of ranks are not compared: a rank may leave out those that it is not in.
     """
     parent = args[0] if args else kwargs.get("parent_pg")
+    splits_world = parent is None or parent is dist.group.WORLD
     current = current_rank
-    if current is None or not (parent is None or parent is dist.group.WORLD):
+    if current is None or not splits_world:
         return None
     return current.setup_recorder.enter_call("split_group"), _count_named_groups()
 
@@ -320,7 +324,7 @@ def _enter_split_group(args: Arguments, kwargs: KeywordArguments) -> Any:
 def _leave_new_group(token: Any, returned: bool) -> None:
     call, named_before = token or (None, 0)
     if named_before is None and current_rank is not None:
-        current_rank.setup_recorder.leave_local_call(call, returned)
+        current_rank.setup_recorder.leave_creation(call, returned)
     elif call is not None and not returned and _count_named_groups() == named_before:
         # An argument was wrong: the next group gets the name that this one would have had.
         call[0].retract_call(call)

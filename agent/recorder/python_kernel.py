@@ -200,9 +200,7 @@ def _check_result(pending: PendingCheck, result: Any, caller: FrameType) -> None
         _current_recorder.checker.check_result(pending, work, caller)
 
 
-def _make_enter_function(
-    reader: CallReader,
-) -> Callable[[Recorder, Arguments], EnterResult]:
+def _make_enter_function(reader: CallReader) -> Callable[[Recorder, Arguments], EnterResult]:
     """Makes the function that records a call about to be made. That function also returns the local
     variables of the caller, if the caller holds the Work until it returns.
 

@@ -30,6 +30,8 @@ _STREAM_WORDS = STREAMS.slot.size // 8
 _LOSSES_WORD = layout.LOSSES.offset // 8
 _FLAGS_OFFSET = 72  # the flags' offset in a record, in bytes
 
+JsonObject = Mapping[str, Any]  # a note, the description of a stream, or an interned entry
+
 
 class RingWriter:
     """One process's ring.
@@ -99,10 +101,10 @@ class RingWriter:
     def get_word(self, word: LiveWord) -> int:
         return self._live_words[word]
 
-    def write_identity(self, data: Mapping[str, Any]) -> None:
+    def write_identity(self, data: JsonObject) -> None:
         self.write_note(layout.IDENTITY, data)
 
-    def write_note(self, note: Table, data: Mapping[str, Any]) -> None:
+    def write_note(self, note: Table, data: JsonObject) -> None:
         """Writes a note. If there is no room for it, texts are cut, and lists are left out."""
         max_length = note.slot.size - TEXT_OFFSET
         raw = _encode_json(data)
@@ -137,7 +139,7 @@ class RingWriter:
         self.map[at + 8 : at + len(content)] = content[8:]
         self._words[word] = lock + 1
 
-    def intern_signature(self, data: Mapping[str, Any]) -> int:
+    def intern_signature(self, data: JsonObject) -> int:
         """Interns a signature; its number is valid for `SIGNATURE_LIFETIME_ENTRIES` further ones."""
         raw = _encode_json(data)
         if len(raw) > layout.SIGNATURES.slot.size - TEXT_OFFSET:
@@ -150,7 +152,7 @@ class RingWriter:
         self._write_interned(layout.SIGNATURES, SIGNATURE_LIFETIME_ENTRIES, number, raw)
         return number
 
-    def intern_site(self, data: Mapping[str, Any]) -> int:
+    def intern_site(self, data: JsonObject) -> int:
         """Interns a call site or the name of a phase."""
         number = self._last_site = next(self._site_counter)
         self._write_interned(layout.SITES, SITE_LIFETIME_ENTRIES, number, _encode_json(data))
@@ -176,7 +178,7 @@ class RingWriter:
         """The number of stream slots in use."""
         return len(self._used_slots) - len(self._free_slots)
 
-    def open_stream(self, uid: int, description: Mapping[str, Any]) -> int:
+    def open_stream(self, uid: int, description: JsonObject) -> int:
         """Opens a stream; returns its slot, as the index of the slot's first word in the ring.
         Raises OverflowError if there is no room for it.
         """
@@ -303,5 +305,5 @@ def _measure_span(length: int) -> int:
     return -(-length // _HEAP_UNIT) * _HEAP_UNIT
 
 
-def _encode_json(data: Mapping[str, Any]) -> bytes:
+def _encode_json(data: JsonObject) -> bytes:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")

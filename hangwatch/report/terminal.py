@@ -18,11 +18,15 @@ from hangwatch.stacks.frames import is_library
 from . import recovery
 from .documents import parse_document
 from .text import (
-    PLAIN_PAINT,
     TERMINAL_COLUMNS,
     Document,
-    Paint,
     abbreviate_list,
+    as_bold,
+    as_dim,
+    as_error,
+    as_success,
+    as_warning,
+    by_severity,
     clean_member,
     clean_text,
     format_age,
@@ -105,24 +109,22 @@ _KILLED = {
 }
 
 
-def format_incident(
-    document: Document, now: datetime, paint: Paint = PLAIN_PAINT, full: bool = False
-) -> Lines:
+def format_incident(document: Document, now: datetime, full: bool = False) -> Lines:
     """One incident: the verdict, the advice, the calls side by side, stacks, waits, devices and
     processes. With ``full``, nothing is folded.
     """
     return join_blocks(
         (
-            _format_verdict(document, now, paint),
+            _format_verdict(document, now),
             wrap_text(document.get("advice")),
             wrap_text(recovery.format_recovery(document)),
-            format_calls(document, paint),
-            format_divergence(document, paint),
-            format_stacks(document, paint, full),
+            format_calls(document),
+            format_divergence(document),
+            format_stacks(document, full),
             format_waits(document),
             format_devices(document),
             format_hardware(document),
-            format_processes(document, paint),
+            format_processes(document),
         )
     )
 
@@ -140,7 +142,7 @@ def format_summary(document: Document) -> str:
     return f"{summary}: it is at {line} in {clean_member(site, 'function')}"
 
 
-def _format_verdict(document: Document, now: datetime, paint: Paint) -> Lines:
+def _format_verdict(document: Document, now: datetime) -> Lines:
     """Severity, kind, job, age and id, in one line or, if that is too long, in two; the summary, and
     why the incident was resolved.
     """
@@ -160,27 +162,27 @@ def _format_verdict(document: Document, now: datetime, paint: Paint) -> Lines:
             text += f", lasted {format_age(onset_s - resolved_s)}"
     severity = clean_member(document, "severity", "alert")
     label = severity.upper()
-    headline = paint.as_success(label)
+    headline = as_success(label)
     if status == "open":
-        headline = paint.by_severity(label, severity)
+        headline = by_severity(label, severity)
     name = clean_member(document, "id", "")
     if name and len(f"{label}{text}  {name}") <= TERMINAL_COLUMNS:
-        yield f"{headline}{text}  {paint.dim(name)}"
+        yield f"{headline}{text}  {as_dim(name)}"
     else:
         yield f"{headline}{text}"
         if name:
-            yield paint.dim(name)
+            yield as_dim(name)
     summary = format_summary(document)
-    yield from map(paint.bold, wrap_text(summary))
+    yield from map(as_bold, wrap_text(summary))
     site = document.get("site")
     if site and f":{site.get('line')}" not in summary:
-        yield paint.bold(f"at {format_site(site)}")
+        yield as_bold(f"at {format_site(site)}")
     resolution = RESOLUTIONS.get(str(document.get("resolution")))
     if resolution:
         yield f"It was resolved: {resolution}."
 
 
-def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
+def format_calls(document: Document) -> Lines:
     """The ranks' calls, with a column for each class of equal calls; rows in which the classes
     differ are marked with ``≠``.
     """
@@ -195,20 +197,18 @@ def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
         title = f"Call {document['seq']}"
     if group:
         title += f" of group {name_group(group)}"
-    yield paint.bold(title)
+    yield as_bold(title)
     members = get_parts(group, "ranks")
     # Roots are shown as ranks of the job, as in the summary.
     classes = [{**c, "root": resolve_root_rank(c.get("root"), members)} for c in classes]
     differing = set(get_parts(document, "fields"))
     yield from join_blocks(
-        _format_call_table(classes[start : start + _MAX_COLUMNS], differing, paint)
+        _format_call_table(classes[start : start + _MAX_COLUMNS], differing)
         for start in range(0, len(classes), _MAX_COLUMNS)
     )
 
 
-def _format_call_table(
-    classes: Sequence[Document], differing_fields: set[str], paint: Paint
-) -> Lines:
+def _format_call_table(classes: Sequence[Document], differing_fields: set[str]) -> Lines:
     width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
     rows = []
     for name in _CALL_ROWS:
@@ -220,30 +220,34 @@ def _format_call_table(
         rows.append(("at", [truncate_start(location, width) for location in locations]))
         rows.append(("in", [clean_member(site, "function", "-") for site in sites]))
     titles = [name_ranks(c.get("ranks")) for c in classes]
-    yield _format_row(f"  {'':{_LABEL_WIDTH}}", titles, width, paint.bold)
+    yield _format_row(f"  {'':{_LABEL_WIDTH}}", titles, width, as_bold)
     for name, texts in rows:
         if not any(texts):
             continue
-        mark, row_paint = ("≠", paint) if name in differing_fields else ("", PLAIN_PAINT)
-        label = f"{mark:2}{name:{_LABEL_WIDTH}}"
-        yield _format_row(label, [text or "-" for text in texts], width, row_paint.as_error)
+        cells = [text or "-" for text in texts]
+        if name in differing_fields:
+            yield _format_row(f"≠ {name:{_LABEL_WIDTH}}", cells, width, as_error)
+        else:
+            yield _format_row(f"  {name:{_LABEL_WIDTH}}", cells, width)
 
 
-def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
+def format_divergence(document: Document) -> Lines:
     """The last calls of both sides, aligned; ``≠`` marks a call that only one side made."""
     divergence = document.get("divergence")
     if not divergence:
         return
-    yield paint.bold(f"Calls of group {name_group(divergence.get('group') or {})}, aligned")
+    yield as_bold(f"Calls of group {name_group(divergence.get('group') or {})}, aligned")
     width = (TERMINAL_COLUMNS - 2) // 2 - 1
     titles = [name_ranks(side.get("ranks")) for side in get_parts(divergence, "sides")]
-    yield _format_row("  ", titles, width, paint.bold)
+    yield _format_row("  ", titles, width, as_bold)
     for row in get_parts(divergence, "rows"):
         if row.get("omitted"):
-            yield paint.dim(f"  … {clean_member(row, 'omitted')} more that agree")
+            yield as_dim(f"  … {clean_member(row, 'omitted')} more that agree")
         texts, differs = format_aligned_row(row)
-        mark, row_paint = ("≠", paint) if differs else ("", PLAIN_PAINT)
-        yield _format_row(f"{mark:2}", texts, width, row_paint.as_error)
+        if differs:
+            yield _format_row("≠ ", texts, width, as_error)
+        else:
+            yield _format_row("  ", texts, width)
 
 
 def format_aligned_row(row: Document) -> tuple[list[str], bool]:
@@ -270,10 +274,13 @@ def format_aligned_row(row: Document) -> tuple[list[str], bool]:
 
 
 def _format_row(
-    label: str, texts: Iterable[str], width: int, apply_style: Callable[[str], str]
+    label: str, texts: Iterable[str], width: int, apply_style: Callable[[str], str] = str
 ) -> str:
     """A row of cells with ``width`` columns each."""
-    cells = [apply_style(f"{truncate_end(text, width):{width}}") for text in texts]
+    cells = []
+    for text in texts:
+        shown = truncate_end(text, width).rstrip()
+        cells.append(apply_style(shown) + " " * (width - len(shown)))
     return f"{label}{'  '.join(cells)}".rstrip()
 
 
@@ -339,7 +346,7 @@ def format_devices(document: Document) -> Lines:
         )
 
 
-def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
+def format_processes(document: Document) -> Lines:
     """The states of the culprits' processes, or how they ended."""
     for process in get_parts(document, "processes"):
         text = f"rank {process.get('rank')}: process {process.get('pid', '?')}"
@@ -359,7 +366,7 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Lines:
             if exception:
                 type_name = clean_member(exception, "type", "exception")
                 message = f"{prefix}{type_name}: {clean_member(exception, 'message', '')}"
-                yield from map(paint.as_error, wrap_text(message, indent="  "))
+                yield from map(as_error, wrap_text(message, indent="  "))
                 if exception.get("site"):
                     site = format_site(exception["site"])
                     yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
@@ -388,7 +395,7 @@ def _format_flight_file(document: Document) -> Lines:
     yield from wrap_text(file, indent="  ")
 
 
-def format_stacks(document: Document, paint: Paint, full: bool) -> Lines:
+def format_stacks(document: Document, full: bool) -> Lines:
     """The stacks in the document's order (culprits first), with the innermost frame on top; failed
     samples with their remedy.
     """
@@ -406,36 +413,32 @@ def format_stacks(document: Document, paint: Paint, full: bool) -> Lines:
         role = ""
         if culprits:
             role = "waiting" if culprits.isdisjoint(get_parts(entry, "ranks")) else "culprit"
-        blocks.append(format_stack(entry, paint, role=role, full=full))
+        blocks.append(format_stack(entry, role=role, full=full))
     yield from join_blocks(blocks)
     if omitted_count:
-        yield paint.dim(
-            f"… and {omitted_count} more in libraries only: see `hangwatch show --full`"
-        )
+        yield as_dim(f"… and {omitted_count} more in libraries only: see `hangwatch show --full`")
 
 
-def format_stack(
-    entry: Document, paint: Paint = PLAIN_PAINT, role: str = "", full: bool = False
-) -> Lines:
+def format_stack(entry: Document, role: str = "", full: bool = False) -> Lines:
     """One stack. User frames are bold and marked with ``>``; library frames are dim and, unless
     ``full``, folded.
     """
     origin = [clean_member(entry, key, "") for key in ("thread", "source")]
-    parts = [paint.bold(name_ranks(entry.get("ranks"))), role, *origin]
+    parts = [as_bold(name_ranks(entry.get("ranks"))), role, *origin]
     yield " · ".join(part for part in parts if part)
     if entry.get("error"):
-        yield from map(paint.as_warning, wrap_text(entry["error"], indent="  ! "))
+        yield from map(as_warning, wrap_text(entry["error"], indent="  ! "))
     for in_library, frames in itertools.groupby(get_parts(entry, "frames"), is_library_frame):
         run = list(frames)
         if in_library:
-            is_folded = not full and len(run) > _MAX_LIBRARY_RUN
-            for frame in run[:1] if is_folded else run:
-                yield paint.dim(_format_frame(frame, "  "))
-            if is_folded:
-                yield paint.dim(f"    … {len(run) - 1} more frames of libraries")
+            shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
+            for frame in shown:
+                yield as_dim(_format_frame(frame, "  "))
+            if len(shown) < len(run):
+                yield as_dim(f"    … {len(run) - len(shown)} more frames of libraries")
             continue
         for frame in run:
-            yield paint.bold(_format_frame(frame, "> "))
+            yield as_bold(_format_frame(frame, "> "))
             if frame.get("text"):
                 line = clean_member(frame, "text").strip()
                 yield truncate_end(f"      {line}", TERMINAL_COLUMNS)

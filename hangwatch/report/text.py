@@ -1,4 +1,4 @@
-"""Text for a terminal: attributes, sites of code, ages, and the cleaning, truncation and wrapping
+"""Text for a terminal: styles, sites of code, ages, and the cleaning, truncation and wrapping
 of untrusted text. Pure.
 """
 
@@ -8,7 +8,6 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -25,38 +24,48 @@ _CONTROL_SEQUENCES = re.compile(
     r"|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
     re.DOTALL,
 )
+_STYLES = re.compile(r"\x1b\[[\d;]*m")
 _LINE_BREAKS = re.compile(r"[\t\n\r\v\f\x85\u2028\u2029]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paint:
-    """ECMA-48 attributes, or nothing at all. Apply it last: it has no width."""
-
-    colour: bool = False
-
-    def _apply_style(self, code: str, text: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
-
-    def bold(self, text: str) -> str:
-        return self._apply_style("1", text)
-
-    def dim(self, text: str) -> str:
-        return self._apply_style("2", text)
-
-    def as_error(self, text: str) -> str:
-        return self._apply_style("1;31", text)
-
-    def as_warning(self, text: str) -> str:
-        return self._apply_style("33", text)
-
-    def as_success(self, text: str) -> str:
-        return self._apply_style("32", text)
-
-    def by_severity(self, text: str, severity: object) -> str:
-        return self.as_error(text) if severity == "alert" else self.as_warning(text)
+# The functions of style add ECMA-48 attributes, which have no width: apply them last. `strip_style`
+# removes them where they are not to be shown.
 
 
-PLAIN_PAINT = Paint()
+def as_bold(text: str) -> str:
+    return _apply_style("1", text)
+
+
+def as_dim(text: str) -> str:
+    return _apply_style("2", text)
+
+
+def as_error(text: str) -> str:
+    return _apply_style("1;31", text)
+
+
+def as_warning(text: str) -> str:
+    return _apply_style("33", text)
+
+
+def as_success(text: str) -> str:
+    return _apply_style("32", text)
+
+
+def by_severity(text: str, severity: object) -> str:
+    return as_error(text) if severity == "alert" else as_warning(text)
+
+
+def _apply_style(code: str, text: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if text else text
+
+
+def strip_style(text: str) -> str:
+    """
+    >>> strip_style(as_error("rank 3") + " waits")
+    'rank 3 waits'
+    """
+    return _STYLES.sub("", text)
 
 
 def clean_text(value: object) -> str:

@@ -20,7 +20,7 @@ from hangwatch.model.incidents import MergedStack
 from hangwatch.model.ranks import AttemptKey, Frame
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_document
-from hangwatch.report.text import group_name, name_ranks
+from hangwatch.report.text import group_name, name_ranks, strip_style
 from hangwatch.stacks import trees
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.profile import Profile, make_speedscope_document
@@ -281,7 +281,7 @@ def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
 async def show_text(state: State, id: str) -> Response:
     document = build_document(state.get_incident(id).incident)
     lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
-    return PlainTextResponse("\n".join(lines) + "\n")
+    return PlainTextResponse(strip_style("\n".join(lines)) + "\n")
 
 
 @stack_routes.get(

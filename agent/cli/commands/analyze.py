@@ -15,7 +15,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,21 +23,16 @@ from typing import Any
 
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
-from hangwatch.flight_recorder.calls import (
-    PARSE_ERRORS,
-    FlightDump,
-    FlightDumpError,
-    parse_dump,
-)
+from hangwatch.flight_recorder.calls import PARSE_ERRORS, FlightDump, FlightDumpError, parse_dump
 from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import get_parts, join_blocks, seconds_since
+from hangwatch.report.text import Document, get_parts, join_blocks, seconds_since
 
 from ..arguments import add_format_option
 from ..errors import CliError, UsageError, choose_exit_code
-from ..terminal import detect_paint, print_message, print_result, show_progress
+from ..terminal import print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _MIN_PROGRESS_FILES = 32  # fewer files are read without showing the progress
@@ -75,15 +70,14 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_analyze(args: argparse.Namespace) -> int:
     """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
     with show_progress() as progress:
         evidence, finding, incidents = diagnose_files(args.paths, progress)
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    paint = detect_paint(env)
     now = datetime.now(timezone.utc)
-    blocks: list[list[str]] = []
+    blocks = []
     for index, document in enumerate(incidents):
         try:
             # Ages are relative to the latest time in the document, since a bundle does not change.
@@ -91,7 +85,7 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             times += [stack.get("taken_at") for stack in get_parts(document, "stacks")]
             ages = [age for time in times if (age := seconds_since(time, now)) is not None]
             latest = now - timedelta(seconds=min(ages, default=0.0))
-            blocks.append(list(format_incident(document, latest, paint)))
+            blocks.append(list(format_incident(document, latest)))
         except PARSE_ERRORS as error:
             is_bundle = index < len(evidence.bundles)
             path = evidence.bundles[index].path if is_bundle else "a verdict"
@@ -117,14 +111,14 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def diagnose_files(
     paths: Sequence[Path], progress: Callable[[str], None] = lambda text: None
-) -> tuple[Evidence, OfflineDiagnosis, list[dict[str, Any]]]:
+) -> tuple[Evidence, OfflineDiagnosis, list[Document]]:
     """The evidence in files, the diagnosis from the dumps among them, and the documents of all
     incidents, those of bundles first. Raises FileError.
     """
     evidence = read_evidence(paths, progress)
     written_at = {rank: path.stat().st_mtime for rank, path in evidence.dump_paths.items()}
     finding = analyze_dumps(evidence.dumps, written_at)
-    documents = [dict(bundle.incident) for bundle in evidence.bundles]
+    documents = [bundle.incident for bundle in evidence.bundles]
     for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
     return evidence, finding, documents
@@ -173,8 +167,8 @@ class Bundle:
     """An incident and the ranks of its job, as documents of the API."""
 
     path: Path
-    incident: Mapping[str, Any]
-    ranks: list[Mapping[str, Any]]
+    incident: Document
+    ranks: list[Document]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +192,7 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    files: list[Path] = []
+    files = []
     for path in paths:
         if not path.is_dir():
             files.append(path)

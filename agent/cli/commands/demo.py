@@ -20,17 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import clean_text, get_parts
+from hangwatch.report.text import Document, clean_text, get_parts
 
 from ...environment.run_dir import make_private_folder
 from ...node.system.processes import read_environ
 from ..arguments import add_format_option
 from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UnreachableError
-from ..terminal import detect_paint, print_message, print_result
+from ..terminal import print_message, print_result
 
 WORLD_SIZE = 4
 CULPRIT_RANK = 2
@@ -68,7 +67,7 @@ class DemoError(CliError):
     """The demo itself failed. The message ends with the last output of the failing part."""
 
 
-def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_demo(args: argparse.Namespace) -> int:
     """Runs the demo and returns `OK` if the verdict named the planted rank and line. Raises
     CliError.
     """
@@ -77,8 +76,8 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install 'hangwatch[demo]'")
     # SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up.
     with _handle_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
-        with contextlib.closing(DemoSandbox(env)) as sandbox:
-            demo = _DemoRun(args, env, sandbox)
+        with contextlib.closing(DemoSandbox(os.environ)) as sandbox:
+            demo = _DemoRun(args, sandbox)
             code = demo.run_stages()
         message = "everything has ended and is cleaned up"
         if not args.keep:
@@ -106,10 +105,9 @@ def _handle_signals(
 class _DemoRun:
     """The stages of a demo: the server, the job, its hang, the verdict."""
 
-    def __init__(
-        self, args: argparse.Namespace, env: Mapping[str, str], sandbox: DemoSandbox
-    ) -> None:
-        self._args, self._env, self._sandbox = args, env, sandbox
+    def __init__(self, args: argparse.Namespace, sandbox: DemoSandbox) -> None:
+        self._args = args
+        self._sandbox = sandbox
         self._started_at = time.monotonic()
         self._launcher: subprocess.Popen[bytes] | None = None  # torchrun
         self.incident_url = ""  # the dashboard's page of the incident
@@ -134,8 +132,7 @@ class _DemoRun:
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             self._watch_training()
             incident = self._await_verdict(client)
-            lines = format_incident(incident, client.server_time, detect_paint(self._env))
-            print_result(self._args, incident, lines)
+            print_result(self._args, incident, format_incident(incident, client.server_time))
             is_correct = names_planted_line(incident, script.name, line)
             self.incident_url = f"{client.server}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
@@ -194,14 +191,16 @@ class _DemoRun:
 
     def _watch_training(self) -> None:
         """Prints the training steps until they stop."""
-        last, since = "", time.monotonic()
+        last = ""
+        since = time.monotonic()
         for _ in self._poll(TRAINING_TIMEOUT_S):
             lines = self._sandbox.read_lines("job.out")
             steps = [line for line in lines if line.startswith("step ")]
             if steps and steps[-1] != last:
                 if not last or len(steps) % 4 == 0:
                     self.print_message(f"training: {clean_text(steps[-1])}")
-                last, since = steps[-1], time.monotonic()
+                last = steps[-1]
+                since = time.monotonic()
             elif last and time.monotonic() - since > 1.0:
                 self.print_message(
                     f"rank {CULPRIT_RANK} now hangs and the others wait for it; the verdict is due"
@@ -210,9 +209,9 @@ class _DemoRun:
                 return
         raise self._build_error(f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s")
 
-    def _await_verdict(self, client: Client) -> dict[str, Any]:
+    def _await_verdict(self, client: Client) -> Document:
         """The first alert, once it has the culprit's stack or `STACK_TIMEOUT_S` have passed."""
-        alerts: list[dict[str, Any]] = []
+        alerts: list[Document] = []
         for _ in self._poll(VERDICT_TIMEOUT_S):
             incidents = client.iter_items("incidents", job=JOB_NAME)
             alerts = [item for item in incidents if item.get("severity") == "alert"]
@@ -244,7 +243,8 @@ class DemoSandbox:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hangwatch-demo-"))
         self._started: list[subprocess.Popen[bytes]] = []
-        rings, temporary = self.folder / "run", self.folder / "tmp"
+        rings = self.folder / "run"
+        temporary = self.folder / "tmp"
         make_private_folder(rings)
         make_private_folder(temporary)  # torchrun leaves folders behind
         self._mark = str(rings)
@@ -301,14 +301,15 @@ class DemoSandbox:
         """All processes that have the mark. Process groups would not do: the ranks are in sessions
         of their own, and the node agent is not a child of the demo.
         """
-        found: list[int] = []
+        found = []
         for path in Path("/proc").iterdir():
-            if path.name.isdigit() and int(path.name) != os.getpid():
-                # The process may have exited, or belong to another user.
-                with contextlib.suppress(OSError):
-                    environ = read_environ(int(path.name))
-                    if environ.get(MARK_VARIABLE) == self._mark:
-                        found.append(int(path.name))
+            if not path.name.isdigit() or int(path.name) == os.getpid():
+                continue
+            # The process may have exited, or belong to another user.
+            with contextlib.suppress(OSError):
+                environ = read_environ(int(path.name))
+                if environ.get(MARK_VARIABLE) == self._mark:
+                    found.append(int(path.name))
         for process in self._started:
             process.poll()  # no ended process is left as a zombie
         return found
@@ -319,14 +320,17 @@ class DemoSandbox:
                 os.kill(pid, number)
 
 
-def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:
+def names_planted_line(document: Document, file: str, line: int) -> bool:
     """Whether an incident blames the planted rank alone and has the planted line: its site, or a
     frame of its stacks.
     """
+    if document.get("culprits") != [CULPRIT_RANK]:
+        return False
     places = [document.get("site") or {}]
     for stack in get_parts(document, "stacks"):
         if stack.get("ranks") == [CULPRIT_RANK]:
             places += get_parts(stack, "frames")
-    return document.get("culprits") == [CULPRIT_RANK] and any(
-        Path(str(p.get("file", ""))).name == file and p.get("line") == line for p in places
+    return any(
+        Path(str(place.get("file", ""))).name == file and place.get("line") == line
+        for place in places
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,8 +35,9 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_format_option(parser)
 
 
-def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
     """Runs the checks and returns the exit code of `print_findings`."""
+    env = os.environ
     url = args.url or env.get("HANGWATCH_URL") or DEFAULT_URL
     torch = doctor_checks.probe_torch(env)
     findings = [
@@ -60,7 +62,7 @@ def print_findings(args: argparse.Namespace, findings: Sequence[Finding]) -> int
     failed = [finding for finding in findings if finding.ok is False]
     keys = ("name", "verdict", "ok", "detail", "remedy")
     documents = [{key: getattr(finding, key) for key in keys} for finding in findings]
-    lines: list[str] = []
+    lines = []
     for finding in findings:
         lines.append(f"{finding.verdict:4} {finding.name}: {finding.detail}")
         if finding.remedy:

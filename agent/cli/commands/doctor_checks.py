@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +38,11 @@ from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
 from ...node.system import permission
 from ...recorder.checks.settings import load_check_settings
 from ...recorder.native import build, cache
+from ...recorder.native.cache import Environment
 from ...transport.client import TargetError, parse_targets
 
 _TORCH_TIMEOUT_S = 120.0
-_TESTED_RELEASES = ((2, 6), (2, 13))  # the first and the last release of torch
+_FIRST_TESTED, _LAST_TESTED = (2, 6), (2, 13)  # releases of torch
 # It prints torch's version, and 1 or 0 for torch.distributed and for a build with CUDA and NCCL.
 _TORCH_PROBE_CODE = (
     "import torch; has_nccl = torch.version.cuda is not None;"
@@ -84,19 +85,13 @@ def report_failure(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name=name, ok=False, detail=detail, remedy=remedy)
 
 
-def probe_torch(env: Mapping[str, str]) -> CommandResult:
+def probe_torch(env: Environment) -> CommandResult:
     """Imports torch in a separate process, since that may take seconds, or crash."""
     command = [sys.executable, "-c", _TORCH_PROBE_CODE]
-    return _run_command(command, _make_bare_environment(env), _TORCH_TIMEOUT_S)
+    return _run_command(command, build.make_bare_environment(env), _TORCH_TIMEOUT_S)
 
 
-def _make_bare_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that imports torch or hangwatch and is not watched."""
-    bare = {name: value for name, value in env.items() if name not in ("HANGWATCH_URL", "RANK")}
-    return {**bare, "PYTHONSAFEPATH": "1"}
-
-
-def check_activation(env: Mapping[str, str]) -> Iterator[Finding]:
+def check_activation(env: Environment) -> Iterator[Finding]:
     """Checks whether `import torch` activates hangwatch, and whether the job then has a server."""
     yield report_success("python", platform.python_version())
     points = importlib.metadata.entry_points(group="torch.backends")
@@ -155,10 +150,11 @@ def check_torch(probe: CommandResult) -> Finding:
         detail = f"{version}, built without torch.distributed"
         return report_failure(name, detail, "install a build that has it")
     release = _parse_release(version)
-    first, last = ("{}.{}".format(*release) for release in _TESTED_RELEASES)
-    if release < _TESTED_RELEASES[0]:
+    if release < _FIRST_TESTED:
+        first = ".".join(map(str, _FIRST_TESTED))
         return report_failure(name, version, f"hangwatch needs torch {first} or later")
-    if release > _TESTED_RELEASES[1]:
+    if release > _LAST_TESTED:
+        last = ".".join(map(str, _LAST_TESTED))
         detail = f"{version} is later than {last}, the last one that was tested"
         return report_warning(name, detail, "it will probably work")
     return report_success(name, version)
@@ -169,15 +165,16 @@ def _parse_release(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def check_devices(probe: CommandResult, env: Mapping[str, str]) -> Iterator[Finding]:
+def check_devices(probe: CommandResult, env: Environment) -> Iterator[Finding]:
     """One finding on what torch counts of the devices, if it was built with NCCL."""
     version, _, parts = probe.last_line.partition(" ")
     if probe.status or not parts.endswith(" 1"):
         return
     release = _parse_release(version)
     has_buffer = release >= _ON_BY_DEFAULT
-    if size := next(filter(None, map(env.get, _BUFFER_VARIABLES)), None):
-        has_buffer = size.strip().isdecimal() and int(size) > 0
+    sizes = [env[name] for name in _BUFFER_VARIABLES if env.get(name)]
+    if sizes:
+        has_buffer = sizes[0].strip().isdecimal() and int(sizes[0]) > 0
     if has_buffer:
         detail = "torch counts how far they have come, in its Flight Recorder"
         if release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
@@ -228,7 +225,7 @@ class CommandResult(NamedTuple):
     last_line: str
 
 
-def _run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> CommandResult:
+def _run_command(command: Sequence[str], env: Environment, timeout_s: float) -> CommandResult:
     try:
         done = subprocess.run(
             command, env=env, cwd="/", capture_output=True, text=True, errors="replace",
@@ -240,7 +237,7 @@ def _run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: floa
     return CommandResult(done.returncode, lines[-1] if lines else "")
 
 
-def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
+def check_recorder(env: Environment) -> Iterator[Finding]:
     """Checks HANGWATCH_CHECKS, then the recorder.
 
     Builds the native recorder if it would be used and is missing, as a node agent would: that takes
@@ -262,7 +259,7 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
         return
     status, last_line = _run_command(
         build.get_build_command(),
-        build.make_build_environment(env),
+        build.make_bare_environment(env),
         build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S,
     )
     reason = last_line.removeprefix("hangwatch: ") or f"the build ended with status {status}"
@@ -303,7 +300,7 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
     """Raises OSError or RingError if the ring cannot be read."""
     reader = file.open_reader()
     snapshot = reader.read_snapshot(time.monotonic_ns())
-    problems: list[str] = []
+    problems = []
     losses = [(stream, stream.loss) for stream in snapshot.streams if stream.loss is not None]
     if losses:
         stream, loss = losses[0]
@@ -325,9 +322,7 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
         )
 
 
-def check_hardware(
-    env: Mapping[str, str], sources: Sequence[Source] = SOURCES
-) -> Iterator[Finding]:
+def check_hardware(env: Environment, sources: Sequence[Source] = SOURCES) -> Iterator[Finding]:
     """One finding for each source. None of them fails: a host without a source has no such part."""
     with contextlib.closing(ReaderProcess()) as reader:
         reading = reader.read_sources(sources, Host.from_environ((), env))
@@ -393,7 +388,7 @@ def check_stacks() -> Iterator[Finding]:
             [sys.executable, "-c", _SLEEPER_CODE, str(ring_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_make_bare_environment(os.environ),
+            env=build.make_bare_environment(os.environ),
             cwd="/",
         ) as sleeper:
             try:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from hangwatch.report.terminal import format_stack, merge_equal_stacks
-from hangwatch.report.text import get_parts, join_blocks, name_ranks
+from hangwatch.report.text import Document, get_parts, join_blocks, name_ranks
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import build_path, open_client
 from ..errors import ERROR, OK, NotFoundError
-from ..terminal import detect_paint, print_message, print_result
+from ..terminal import print_message, print_result
 
 _POLL_S = 0.2
 _TIMEOUT_S, _NATIVE_TIMEOUT_S = 15, 60
@@ -35,10 +33,10 @@ def add_dump_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_dump(args: argparse.Namespace) -> int:
     """Returns `OK` if all of the ranks returned their stacks, else `ERROR`. Raises CliError."""
     timeout_s = args.timeout or (_NATIVE_TIMEOUT_S if args.native else _TIMEOUT_S)
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         try:
             document = client.post(
                 "dumps", ranks=args.ranks, native=args.native, job=args.job or None
@@ -52,14 +50,14 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             time.sleep(_POLL_S)
             document = client.get(build_path("dumps", document["id"]))
     ranks = get_parts(document, "ranks")
-    entries: list[dict[str, Any]] = []
+    entries: list[Document] = []
     for rank in ranks:
         stacks = get_parts(rank, "stacks")
-        if rank.get("error") and not any(stack.get("error") for stack in stacks):
+        is_explained = any(stack.get("error") for stack in stacks)
+        if rank.get("error") and not is_explained:
             stacks.append({"error": rank["error"]})
         entries += [{**stack, "ranks": [rank["rank"]]} for stack in stacks]
-    paint = detect_paint(env)
-    blocks = [format_stack(entry, paint, full=True) for entry in merge_equal_stacks(entries)]
+    blocks = [format_stack(entry, full=True) for entry in merge_equal_stacks(entries)]
     print_result(args, document, join_blocks(blocks))
     late = [rank["rank"] for rank in ranks if rank.get("status") == "pending"]
     if late:

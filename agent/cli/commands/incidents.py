@@ -9,18 +9,22 @@ import argparse
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.terminal import format_incident, format_summary
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Document,
-    Paint,
     abbreviate_list,
+    as_bold,
+    as_dim,
+    as_error,
+    as_success,
+    as_warning,
+    by_severity,
     clean_member,
     clean_text,
     format_age,
@@ -32,7 +36,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, parse_positive
 from ..client import Client, build_path, open_client
 from ..errors import OK, CliError, NotFoundError, UsageError, choose_exit_code
-from ..terminal import detect_paint, page_lines, print_message, print_result, watch_view
+from ..terminal import page_lines, print_message, print_result, watch_view
 
 _MIN_ID_WIDTH = 10
 _MAX_IDS_NAMED = 8  # in a message
@@ -45,10 +49,9 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
 
 
-def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_status(args: argparse.Namespace) -> int:
     """Returns `HANG` while an alert is open. Raises CliError."""
-    paint = detect_paint(env)
-    with open_client(args, env) as client:
+    with open_client(args) as client:
 
         def print_status() -> int:
             jobs = list(client.iter_items("jobs"))
@@ -57,7 +60,7 @@ def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
                 jobs = [job for job in jobs if job.get("job") == args.job]
                 if not jobs and not incidents:
                     client.check_job(args.job)
-            lines = format_status(jobs, incidents, client.server_time, paint)
+            lines = format_status(jobs, incidents, client.server_time)
             print_result(args, {"jobs": jobs, "incidents": incidents}, lines)
             if not jobs and not args.json:
                 print_message(
@@ -66,22 +69,22 @@ def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
                 )
             return choose_exit_code(incidents)
 
-        return watch_view(args, print_status, paint)
+        return watch_view(args, print_status)
 
 
 def format_status(
-    jobs: Sequence[Document], incidents: Sequence[Document], now: datetime, paint: Paint
+    jobs: Sequence[Document], incidents: Sequence[Document], now: datetime
 ) -> Iterator[str]:
     """A line for each job, followed by its open incidents; then the open incidents of jobs or
     attempts that are not among ``jobs``.
     """
     remaining = list(incidents)
     for job in jobs:
-        yield from _format_job(job, paint)
+        yield from _format_job(job)
         has_incident = False
         for incident in tuple(remaining):
             if all(incident.get(key) == job.get(key) for key in ("job", "attempt")):
-                yield from _format_open_incident(incident, now, paint)
+                yield from _format_open_incident(incident, now)
                 remaining.remove(incident)
                 has_incident = True
         if not has_incident or job.get("state") in ("lost", "failed", "finished"):
@@ -89,10 +92,10 @@ def format_status(
     if remaining:
         yield "Still open, of earlier jobs or attempts:"
     for incident in remaining:
-        yield from _format_open_incident(incident, now, paint)
+        yield from _format_open_incident(incident, now)
 
 
-def _format_job(job: Document, paint: Paint) -> Iterator[str]:
+def _format_job(job: Document) -> Iterator[str]:
     """Name, state and facts of a job: on one line if they fit."""
     name = clean_member(job, "job")
     if job.get("attempt"):
@@ -108,27 +111,27 @@ def _format_job(job: Document, paint: Paint) -> Iterator[str]:
         facts += f" · seen {format_age(float(job['last_seen_s']))} ago"
     state = clean_member(job, "state")
     if state in ("stalled", "failed", "lost"):
-        coloured_state = paint.as_error(state)
+        coloured_state = as_error(state)
     elif state in ("running", "finished"):
-        coloured_state = paint.as_success(state)
+        coloured_state = as_success(state)
     else:
-        coloured_state = paint.as_warning(state)
+        coloured_state = as_warning(state)
     if len(f"{name}  {state}  {facts}") <= TERMINAL_COLUMNS:
-        yield f"{paint.bold(name)}  {coloured_state}  {facts}"
+        yield f"{as_bold(name)}  {coloured_state}  {facts}"
         return
     name = truncate_end(name, TERMINAL_COLUMNS - len(state) - 2)
-    yield f"{paint.bold(name)}  {coloured_state}"
+    yield f"{as_bold(name)}  {coloured_state}"
     yield from wrap_text(facts, "  ")
 
 
-def _format_open_incident(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
+def _format_open_incident(incident: Document, now: datetime) -> Iterator[str]:
     severity = clean_member(incident, "severity", "alert")
-    mark = paint.by_severity(severity.upper(), severity)
+    mark = by_severity(severity.upper(), severity)
     line = f"  {mark}  {clean_member(incident, 'kind')}"
     onset_s = seconds_since(incident.get("onset_at"), now)
     if onset_s is not None:
         line += f"  for {format_age(onset_s)}"
-    yield f"{line}  {paint.dim(clean_member(incident, 'id', ''))}"
+    yield f"{line}  {as_dim(clean_member(incident, 'id', ''))}"
     yield from wrap_text(format_summary(incident), "    ")
 
 
@@ -150,9 +153,9 @@ def add_incidents_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_incidents(args: argparse.Namespace) -> int:
     """Prints a table. Raises CliError."""
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         # The API cannot filter by kind: a page that is filtered here must not end at the limit.
         page_size = min(args.limit, _MAX_PAGE_SIZE) if args.kind is None else None
         items = client.iter_items("incidents", job=args.job, status=args.status, limit=page_size)
@@ -161,7 +164,7 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         if args.job is not None and not incidents:
             client.check_job(args.job)
     if incidents or args.json:
-        lines = format_incidents(incidents, client.server_time, detect_paint(env))
+        lines = format_incidents(incidents, client.server_time)
         print_result(args, {"items": incidents, "next": None}, lines)
     else:
         has_filter = args.job or args.status or args.kind
@@ -169,16 +172,16 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return OK
 
 
-def format_incidents(documents: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:
+def format_incidents(documents: Sequence[Document], now: datetime) -> Iterator[str]:
     """A table, with each incident's summary under its row."""
     ids = [clean_member(incident, "id") for incident in documents]
     id_width = find_unique_prefix_width(ids)
     job_width = max(10, TERMINAL_COLUMNS - id_width - 38)
-    yield paint.dim(f"{'ID':{id_width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
+    yield as_dim(f"{'ID':{id_width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
     for incident_id, incident in zip(ids, documents, strict=True):
         status = f"{clean_member(incident, 'status'):8}"
         if incident.get("status") == "open":
-            status = paint.by_severity(status, incident.get("severity"))
+            status = by_severity(status, incident.get("severity"))
         opened_s = seconds_since(incident.get("opened_at"), now)
         age = "?" if opened_s is None else format_age(opened_s)
         kind = clean_member(incident, "kind")
@@ -220,24 +223,23 @@ def _add_id(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_show(args: argparse.Namespace) -> int:
     """Prints one incident in full. Raises CliError."""
-    paint = detect_paint(env)
-    with open_client(args, env) as client:
+    with open_client(args) as client:
 
         def print_incident() -> int:
             document = find_incident(client, args.id, args.job)
-            lines = format_incident(document, client.server_time, paint, full=args.full)
+            lines = format_incident(document, client.server_time, full=args.full)
             if args.json or args.watch or args.no_pager:
                 print_result(args, document, lines)
             else:
-                page_lines(lines, env)
+                page_lines(lines)
             return OK
 
-        return watch_view(args, print_incident, paint)
+        return watch_view(args, print_incident)
 
 
-def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
+def find_incident(client: Client, id_prefix: str | None, job: str | None) -> Document:
     """The incident with this id or unique prefix of an id, or the newest one if None is given.
 
     It is always fetched by its id, since the items of a list may be abridged.
@@ -279,9 +281,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Writes the file and prints its path. Raises CliError."""
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         incident_id = str(find_incident(client, args.id, args.job)["id"])
         page = client.download_file(f"{build_path('incidents', incident_id)}/report")
     if args.out == _STDOUT:

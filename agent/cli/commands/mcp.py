@@ -28,7 +28,7 @@ def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
 
 
-def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_mcp(args: argparse.Namespace) -> int:
     """Serves until stdin ends. Raises CliError."""
     try:
         from mcp.server.stdio import stdio_server
@@ -51,7 +51,7 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         async with stdio_server() as (read_stream, write_stream):
             await service.run(read_stream, write_stream, service.create_initialization_options())
 
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         print_message(f"serving {client.server} on stdin and stdout; Ctrl-C ends it")
         asyncio.run(serve(client))
     return OK

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from hangwatch.report.performance import format_bandwidth, format_duration, format_size
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Document,
-    Paint,
+    as_bold,
+    as_dim,
+    as_warning,
     clean_member,
     clean_text,
     get_parts,
@@ -24,7 +26,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options
 from ..client import open_client
 from ..errors import OK
-from ..terminal import detect_paint, print_message, print_result
+from ..terminal import print_message, print_result
 
 _MAX_LATE_RANKS = 4  # lines for each group
 _MAX_CALL_LINES = 12  # lines for each group
@@ -36,17 +38,16 @@ def add_perf_arguments(parser: argparse.ArgumentParser) -> None:
     add_query_options(parser)
 
 
-def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_perf(args: argparse.Namespace) -> int:
     """Prints the stragglers of each job, then the performance of its groups. Raises CliError."""
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         groups = list(client.iter_items("performance", job=args.job))
-    paint = detect_paint(env)
-    blocks: list[Iterator[str]] = []
+    blocks = []
     jobs = itertools.groupby(groups, key=lambda group: (group.get("job"), group.get("attempt")))
     for _, job_groups in jobs:
         listed = list(job_groups)
-        blocks.append(_format_job(listed, paint))
-        blocks += [_format_group(group, paint) for group in listed]
+        blocks.append(_format_job(listed))
+        blocks += [_format_group(group) for group in listed]
     if groups or args.json:
         print_result(args, {"items": groups, "next": None}, join_blocks(blocks))
     else:
@@ -55,19 +56,19 @@ def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return OK
 
 
-def _format_job(groups: Sequence[Document], paint: Paint) -> Iterator[str]:
+def _format_job(groups: Sequence[Document]) -> Iterator[str]:
     """The job of these groups, and its stragglers that are not late because of other ranks."""
-    title = paint.bold(truncate_end(clean_text(groups[0].get("job")), TERMINAL_COLUMNS - 16))
+    title = as_bold(truncate_end(clean_text(groups[0].get("job")), TERMINAL_COLUMNS - 16))
     if groups[0].get("attempt"):
         title += f" (attempt {clean_member(groups[0], 'attempt')})"
     yield title
-    stragglers: dict[str, Document] = {}  # each straggler once, by its ranks
+    stragglers = {}  # each straggler once, by its ranks
     for group in reversed(groups):
         straggler = group.get("straggler")
         if straggler and straggler.get("because_of") is None:
             stragglers[str(straggler["ranks"])] = straggler
     for straggler in stragglers.values():
-        yield from map(paint.as_warning, wrap_text(straggler.get("summary"), "  "))
+        yield from map(as_warning, wrap_text(straggler.get("summary"), "  "))
     if stragglers:
         return
     if any(group["arrivals"]["compared"] for group in groups):
@@ -76,25 +77,28 @@ def _format_job(groups: Sequence[Document], paint: Paint) -> Iterator[str]:
         yield "  No call has been compared yet."
 
 
-def _format_group(group: Document, paint: Paint) -> Iterator[str]:
+def _format_group(group: Document) -> Iterator[str]:
     identity = group["group"]
     title = f"{name_group(identity)}  {name_ranks(identity['ranks'])}"
     yield truncate_end(f"{title} · {clean_member(identity, 'backend', '')}", TERMINAL_COLUMNS)
     straggler = group.get("straggler")
     if straggler and straggler.get("because_of") is not None:
         yield from wrap_text(straggler.get("summary"), "  ")
-    yield paint.dim(
+    yield as_dim(
         f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}"
     )
     calls = get_parts(group, "calls")
     for call in calls[:_MAX_CALL_LINES]:
         op = truncate_end(clean_member(call, "op"), 22)
         size = format_size(call["size_from"]) if call["size_from"] else "-"
-        latency, wait = call.get("latency") or {}, call.get("wait") or {}
-        times_s = (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s"))
-        times = " ".join(f"{'-' if s is None else format_duration(s):>7}" for s in times_s)
+        latency = call.get("latency") or {}
+        wait = call.get("wait") or {}
+        times = ""
+        for seconds in (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s")):
+            time = "-" if seconds is None else format_duration(seconds)
+            times += f" {time:>7}"
         bandwidth = "-" if call.get("busbw_gbs") is None else format_bandwidth(call["busbw_gbs"])
-        yield f"  {op:22} {size:>7} {call['calls']:>8} {times} {bandwidth:>10}"
+        yield f"  {op:22} {size:>7} {call['calls']:>8}{times} {bandwidth:>10}"
     if len(calls) > _MAX_CALL_LINES:
         yield f"  and {len(calls) - _MAX_CALL_LINES} more sizes"
     yield from _format_arrivals(group)

@@ -9,20 +9,16 @@ import functools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from hangwatch.protocol.commands import (
-    MAX_RECORDING_HZ,
-    MAX_RECORDING_S,
-    MAX_RECORDING_SAMPLES,
-)
+from hangwatch.protocol.commands import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 from hangwatch.report.text import (
-    PLAIN_PAINT,
     TERMINAL_COLUMNS,
     Document,
-    Paint,
+    as_bold,
+    as_dim,
+    as_warning,
     clean_member,
     format_line,
     format_site,
@@ -37,7 +33,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import Client, build_path, open_client
 from ..errors import ERROR, OK, CliError, UsageError
-from ..terminal import detect_paint, print_message, print_result, show_progress
+from ..terminal import print_message, print_result, show_progress
 
 MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
@@ -98,7 +94,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_record(args: argparse.Namespace) -> int:
     """Records, prints where the time was spent, and writes two files. Returns `OK` if every rank
     was recorded, else `ERROR`. Raises CliError.
     """
@@ -113,7 +109,7 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         document = client.post(
             "recordings",
             ranks=args.rank,
@@ -129,14 +125,14 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         except KeyboardInterrupt:
             print_message("ending the recording; a second Ctrl-C discards its samples")
             document = _await_recording(client, path, client.post(f"{path}/stop"))
-        print_result(args, document, format_recording(document, detect_paint(env)))
+        print_result(args, document, format_recording(document))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
             _write_files(client, path, args.out)
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
-def _await_recording(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
+def _await_recording(client: Client, path: str, document: Document) -> Document:
     """Waits until every rank has completed or failed, and shows the progress."""
     began = time.monotonic()
     last_progress = ""
@@ -176,50 +172,52 @@ def _write_files(client: Client, path: str, folder: Path) -> None:
         print_message(message)
 
 
-def format_recording(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+def format_recording(document: Document) -> Iterator[str]:
     """A sentence on where each rank spends most of its time, and its call tree."""
-    rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
+    rate_hz = int(document.get("rate") or 1)
+    gil_only = bool(document.get("gil"))
     ranks = get_parts(document, "ranks")
-    return join_blocks(_format_rank(rank, rate_hz, gil_only, paint) for rank in ranks)
+    return join_blocks(_format_rank(rank, rate_hz, gil_only) for rank in ranks)
 
 
-def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> Iterator[str]:
-    name, threads = f"rank {rank.get('rank')}", get_parts(rank, "threads")
+def _format_rank(rank: Document, rate_hz: int, gil_only: bool) -> Iterator[str]:
+    name = f"rank {rank.get('rank')}"
+    threads = get_parts(rank, "threads")
     if rank.get("error"):
-        yield paint.bold(name)
-        yield from map(paint.as_warning, wrap_text(rank["error"], indent="  ! "))
+        yield as_bold(name)
+        yield from map(as_warning, wrap_text(rank["error"], indent="  ! "))
         return
     if rank.get("note"):
-        yield from map(paint.as_warning, wrap_text(f"{name}: {rank['note']}"))
+        yield from map(as_warning, wrap_text(f"{name}: {rank['note']}"))
     for index, thread in enumerate(threads):
         if index:
             yield ""
-        title = f"{paint.bold(name)} · {clean_member(thread, 'thread')}"
+        title = f"{as_bold(name)} · {clean_member(thread, 'thread')}"
         sample_count = int(thread.get("samples") or 0)
         if gil_only:
             yield f"{title} · {sample_count:,} samples that hold the GIL"
         else:
             seconds = rank.get("seconds", 0)
             yield f"{title} · {seconds:.1f} s at {rate_hz} Hz · {sample_count:,} samples"
-        hottest: list[str] = []  # such as "62 % in spin (busy.py:4)"
+        hottest = []  # such as "62 % in spin (busy.py:4)"
         for line in get_parts(thread, "hottest", _MAX_HOTTEST_SHOWN):
             share = line.get("samples", 0) / max(1, sample_count)
             if share >= _MIN_SHARE:
                 function = clean_member(line, "function")
                 hottest.append(f"{100 * share:.0f} % in {function} ({format_line(line)})")
         yield from wrap_text(", ".join(hottest))
-        yield from _format_tree(get_parts(thread, "tree"), sample_count, paint)
+        yield from _format_tree(get_parts(thread, "tree"), sample_count)
     if not threads:
-        yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
+        yield f"{as_bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
     if rank.get("idle_threads"):
         count = int(rank["idle_threads"])
         plural = "s" if count > 1 else ""
-        yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
+        yield as_dim(f"and {count} thread{plural} that only waited, in one line of a library")
 
 
-def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> Iterator[str]:
+def _format_tree(roots: Sequence[Document], sample_count: int) -> Iterator[str]:
     """The heaviest branches of a call tree, outermost call first."""
-    yield paint.dim(f"{'total':>7} {'own':>5}")
+    yield as_dim(f"{'total':>7} {'own':>5}")
     to_show = [(node, 0) for node in reversed(roots)]
     shown_count = hidden_count = 0
     while to_show:
@@ -230,13 +228,13 @@ def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> 
             hidden_count += 1
             continue
         shown_count += 1
-        yield _format_node(node, depth, max(1, sample_count), paint)
+        yield _format_node(node, depth, max(1, sample_count))
         to_show += [(child, depth + 1) for child in reversed(get_parts(node, "children"))]
     if hidden_count:
-        yield paint.dim(f"{'…':>7} {hidden_count} more: the files contain all of them")
+        yield as_dim(f"{'…':>7} {hidden_count} more: the files contain all of them")
 
 
-def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) -> str:
+def _format_node(node: Document, depth: int, sample_count: int) -> str:
     is_library = bool(node.get("library"))
     share = 100 * node.get("samples", 0) / sample_count
     own = node.get("own", 0)
@@ -265,4 +263,4 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
     width = TERMINAL_COLUMNS - len(numbers) - 2
     name = truncate_end(name, width - min(len(location), _MIN_LOCATION_WIDTH) - 2)
     text = f"{numbers}  {name}  {truncate_start(location, width - len(name) - 2)}"
-    return paint.dim(text) if is_library else paint.bold(text)
+    return as_dim(text) if is_library else as_bold(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import os
 
 from hangwatch.protocol.request_signing import Credential, derive_job_token
 
@@ -29,9 +29,9 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_token(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_token(args: argparse.Namespace) -> int:
     """Raises UsageError if the server's token is not given."""
-    token = args.token or parse_address(None, None, env).token
+    token = args.token or parse_address(None, None, os.environ).token
     if not token:
         raise UsageError(
             "the server's token is needed: give --token, HANGWATCH_TOKEN, or the HANGWATCH_URL= line"

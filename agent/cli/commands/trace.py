@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from hangwatch.report.text import (
-    Paint,
+    Document,
+    as_bold,
+    as_dim,
+    as_error,
+    as_warning,
     clean_member,
     clean_text,
     format_line,
@@ -26,7 +29,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, parse_ranks
 from ..client import open_client
 from ..errors import ERROR, OK, CliError
-from ..terminal import detect_paint, print_lines, print_message
+from ..terminal import print_lines, print_message
 
 MAX_TRACED_RANKS = 64
 _MAX_TRACE_S = 86_400
@@ -70,13 +73,13 @@ def _parse_seconds(text: str) -> float:
     return value
 
 
-def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_trace(args: argparse.Namespace) -> int:
     """Prints calls until the time is up, the job ends, or Ctrl-C; then the counts. Raises CliError."""
     if len(args.rank) > MAX_TRACED_RANKS:
         raise CliError(
             f"{len(args.rank)} ranks are too many to follow: give at most {MAX_TRACED_RANKS}"
         )
-    output = _TraceOutput(args=args, colours=detect_paint(env))
+    output = _TraceOutput(args=args)
     query = {
         "job": args.job,
         "rank": args.rank,
@@ -85,7 +88,7 @@ def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         "seconds": args.seconds,
         "values": "true" if args.values else None,
     }
-    with open_client(args, env) as client:
+    with open_client(args) as client:
         try:
             for kind, event in client.stream_events("trace", **query):
                 output.handle_event(kind, event)
@@ -101,7 +104,6 @@ class _TraceOutput:
     """Prints the events of a trace, and counts them for the summary."""
 
     args: argparse.Namespace
-    colours: Paint
     # The keys are operations and ranks.
     call_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
     missed_count: int = 0
@@ -111,14 +113,14 @@ class _TraceOutput:
     has_values: bool = False
     reason: str = ""
 
-    def handle_event(self, kind: str, event: Mapping[str, Any]) -> None:
+    def handle_event(self, kind: str, event: Document) -> None:
         if self.args.json and kind in ("call", "missed"):
             print(json.dumps({"type": kind, **event}), flush=True)
         if kind == "call":
             self.call_counts[str(event.get("op")), int(event.get("rank", -1))] += 1
             self.has_values |= bool(event.get("values"))
-            for line in () if self.args.json else format_call(event, self.colours):
-                print(line, flush=True)
+            if not self.args.json:
+                print_lines(format_call(event), flush=True)
         elif kind == "start":
             self.started_ranks.add(int(event.get("rank", -1)))
             if not self.args.json and len(self.started_ranks) == len(self.args.rank):
@@ -133,7 +135,7 @@ class _TraceOutput:
                     f"… {count:,} calls not shown of rank {event.get('rank')}: they came faster"
                     " than they could be read"
                 )
-                print(self.colours.as_warning(line), flush=True)
+                print_lines([as_warning(line)], flush=True)
         elif kind == "others":
             self.other_ops = [str(op) for op in get_parts(event, "ops")]
         elif kind == "error":
@@ -180,7 +182,7 @@ class _TraceOutput:
             rank_counts[clean_text(op)] += 1
         if call_counts:
             yield ""
-            yield self.colours.bold(f"{'calls':>9}  op")
+            yield as_bold(f"{'calls':>9}  op")
         has_several_ranks = any(count > 1 for count in rank_counts.values())
         for op, call_count in call_counts.most_common():
             line = f"{call_count:>9,}  {op}"
@@ -189,10 +191,10 @@ class _TraceOutput:
                 line += f"  ({ranks})"
             yield line
         if self.missed_count:
-            yield self.colours.as_warning(f"{self.missed_count:>9,}  not shown")
+            yield as_warning(f"{self.missed_count:>9,}  not shown")
 
 
-def format_call(document: Mapping[str, Any], paint: Paint) -> Iterator[str]:
+def format_call(document: Document) -> Iterator[str]:
     """A line such as ``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812
     train.py:41 in step  ≤ 1.2 ms``, and a second one such as ``mean 0.5  min 0  max 1  norm 8  all
     finite`` if the call has values.
@@ -202,34 +204,36 @@ def format_call(document: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     except ValueError:
         time = "?"
     site, within_s = document.get("site"), document.get("within_s")
-    latency = paint.as_warning("unfinished") if document.get("pending") else ""
+    latency = as_warning("unfinished") if document.get("pending") else ""
     if document.get("raised"):
-        latency = paint.as_error("raised")
+        latency = as_error("raised")
     elif within_s is not None:
         latency = f"≤ {format_duration(within_s)}"
     columns = (
         time,
         f"rank {clean_member(document, 'rank')}",
-        _format_arguments(document, paint),
+        _format_arguments(document),
         f"{name_group(document.get('group') or {})} {clean_member(document, 'seq')}",
-        paint.dim(f"{format_line(site)} in {clean_member(site, 'function')}") if site else "",
+        as_dim(f"{format_line(site)} in {clean_member(site, 'function')}") if site else "",
         latency,
     )
     yield "  ".join(column for column in columns if column)
     if values := document.get("values"):
-        numbers = {name: values.get(name) for name in ("mean", "min", "max", "norm")}
-        parts = [f"{k} -" if v is None else f"{k} {v:.6g}" for k, v in numbers.items()]
+        parts = []
+        for name in ("mean", "min", "max", "norm"):
+            number = values.get(name)
+            parts.append(f"{name} -" if number is None else f"{name} {number:.6g}")
         nonfinite_count = int(values.get("nonfinite") or 0)
         if nonfinite_count:
-            parts.append(paint.as_error(f"{nonfinite_count} NaN or infinite"))
+            parts.append(as_error(f"{nonfinite_count} NaN or infinite"))
         else:
             parts.append("all finite")
         yield f"    {'  '.join(parts)}"
 
 
-def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
+def _format_arguments(document: Document) -> str:
     """``all_reduce [64] float32 sum``."""
-    parts = [paint.bold(clean_member(document, "op"))]
+    parts = [as_bold(clean_member(document, "op"))]
     for shape in get_parts(document, "shapes"):
         parts.append(f"[{', '.join(map(clean_text, shape))}]")
     for key in ("dtype", "reduce_op"):

@@ -104,7 +104,7 @@ class RecorderBuilder:
             try:
                 self._process = subprocess.Popen(
                     self._command,
-                    env=build.make_build_environment(self._env),
+                    env=build.make_bare_environment(self._env),
                     cwd="/",
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,

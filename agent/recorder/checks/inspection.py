@@ -272,12 +272,9 @@ class NonfiniteReporter:
         if run.call_count >= _PERSISTENT_CALLS:
             rounds = max(rounds, PERSISTENT_ROUNDS)
         reports_persistence = rounds >= PERSISTENT_ROUNDS and not run.is_persistence_reported
-        if not (
-            run.call_count <= _ALWAYS_REPORTED_CALLS
-            or is_sampled
-            or reports_persistence
-            or call.entered_ns - run.last_reported_ns > _REPORT_INTERVAL_NS
-        ):
+        is_first = run.call_count <= _ALWAYS_REPORTED_CALLS
+        is_due = call.entered_ns - run.last_reported_ns > _REPORT_INTERVAL_NS
+        if not (is_first or is_sampled or reports_persistence or is_due):
             return
         run.is_persistence_reported |= reports_persistence
         run.last_reported_ns = call.entered_ns

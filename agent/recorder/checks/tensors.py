@@ -109,7 +109,8 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
     for tensor in tensors:
         if not is_readable(tensor) or "float8" in str(tensor.dtype):
             continue
-        for part in _iter_chunks(torch.view_as_real(tensor) if tensor.is_complex() else tensor):
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        for part in _iter_chunks(numbers):
             flat = part.double().flatten()
             finite = flat
             if not math.isfinite(flat.sum().item()):
@@ -146,7 +147,8 @@ def _iter_chunks(tensor: Any) -> Iterator[Any]:
         yield from tensor.view(-1).split(_CHUNK_ELEMENTS)
     else:
         rows_per_chunk = max(1, len(tensor) * _CHUNK_ELEMENTS // tensor.numel())
-        for part in tensor.split(rows_per_chunk) if len(tensor) > 1 else tensor:
+        parts = tensor.split(rows_per_chunk) if len(tensor) > 1 else tensor
+        for part in parts:
             yield from _iter_chunks(part)
 
 

@@ -42,12 +42,12 @@ def get_build_command() -> list[str]:
     return [sys.executable, "-c", f"{PROCESS_PRELUDE} import build; sys.exit(build.main())"]
 
 
-def make_build_environment(env: Environment) -> dict[str, str]:
-    """``env`` for a process that builds, which is neither a rank nor watched."""
-    build_env = {**env, "PYTHONSAFEPATH": "1"}
+def make_bare_environment(env: Environment) -> dict[str, str]:
+    """``env`` for a process that imports torch or hangwatch, but is neither a rank nor watched."""
+    bare = {**env, "PYTHONSAFEPATH": "1"}
     for name in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        build_env.pop(name, None)
-    return build_env
+        bare.pop(name, None)
+    return bare
 
 
 def build_recorder(env: Environment) -> Path:
@@ -146,7 +146,7 @@ def check_library(library: Path, env: Environment) -> None:
     """Tries a recorder in a process of its own. Raises BuildError if it does not work."""
     check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
     _run_command(
-        [sys.executable, "-c", check, str(library)], CHECK_TIMEOUT_S, make_build_environment(env)
+        [sys.executable, "-c", check, str(library)], CHECK_TIMEOUT_S, make_bare_environment(env)
     )
 
 

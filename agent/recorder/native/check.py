@@ -66,9 +66,7 @@ def _check_records(native: NativeLibrary, calls: Any) -> None:
     # The class has a constructor before torch 2.10.
     make_group: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     dist.Backend.register_backend(
-        "nothing",
-        lambda _, rank, size, __: make_group(rank, size),
-        devices=["cpu"],
+        "nothing", lambda _, rank, size, __: make_group(rank, size), devices=["cpu"]
     )
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=2)
     with tempfile.TemporaryDirectory() as folder:

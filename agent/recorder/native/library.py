@@ -107,10 +107,7 @@ class NativeLibrary:
         """Raises OSError if it cannot be loaded."""
         self.lib = ctypes.CDLL(str(path))
         self._gil_lib = ctypes.PyDLL(str(path))
-        for lib, functions in (
-            (self.lib, _WAITING_FUNCTIONS),
-            (self._gil_lib, _QUICK_FUNCTIONS),
-        ):
+        for lib, functions in ((self.lib, _WAITING_FUNCTIONS), (self._gil_lib, _QUICK_FUNCTIONS)):
             for name, (result, *arguments) in functions.items():
                 function = getattr(lib, name)
                 function.restype = result

@@ -67,7 +67,7 @@ def call_from_threads() -> None:
     from hangwatch.agent.recorder import faults
 
     entered = [s.entered for s in read_streams() if s.group.desc == "default_pg"]
-    assert entered == [CALLS * THREADS], (entered, faults.format_lines())
+    assert entered == [CALLS * THREADS], (entered, list(faults.fault_counts))
 
 
 def call_around_forks() -> None:
@@ -249,7 +249,7 @@ def main() -> None:
         "recorder",
         "python" if current_rank.recorder.native is None else "native",
         "faults",
-        faults.format_lines(),
+        list(faults.fault_counts),
     )
 
 

@@ -15,7 +15,7 @@ def test_child_reports_no_faults_in_the_ring_of_its_parent(
 ) -> None:
     monkeypatch.setattr(faults, "fault_counts", {})
     reported: list[list[str]] = []
-    faults.set_listener(lambda: reported.append(faults.format_lines()))
+    faults.set_listener(lambda: reported.append(list(faults.fault_counts)))
     faults.record_message("of the parent")
     installation._reset_after_fork()
     faults.record_message("of the child")

@@ -7,8 +7,6 @@ import torch
 from hangwatch.agent.recorder.calls import (
     CallReader,
     describe_unknown_operator,
-    find_group_index,
-    find_tensor_indices,
     iter_communicating_operators,
 )
 from hangwatch.model.operators import OPERATORS, MustMatch, P2pRole
@@ -39,7 +37,7 @@ def test_unknown_collective() -> None:
     reader = CallReader(spec, schema, lambda boxed, caller: None)
     assert (reader.reduce_op_index, reader.root_index, spec.p2p_role) == (4, 5, None)
     assert spec.returns_work
-    assert (find_tensor_indices(schema), find_group_index(schema)) == ((0, 1, 2), 3)
+    assert (reader._tensor_indices, reader._group_index) == ([0, 1, 2], 3)
 
 
 def test_unknown_point_to_point_operators() -> None:

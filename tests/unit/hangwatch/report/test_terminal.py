@@ -4,6 +4,7 @@ terminal.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -11,14 +12,7 @@ import pytest
 
 from hangwatch.report import terminal
 from hangwatch.report import text as words
-from hangwatch.report.terminal import (
-    format_calls,
-    format_devices,
-    format_processes,
-    format_stack,
-    merge_equal_stacks,
-)
-from hangwatch.report.text import Paint
+from hangwatch.report.terminal import format_devices, format_stack, merge_equal_stacks
 from hangwatch.stacks.frames import is_library
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
@@ -99,7 +93,20 @@ def make_site(line: int) -> dict[str, Any]:
 
 
 def render_lines(incident: dict[str, Any], **how: Any) -> list[str]:
-    return list(terminal.format_incident(incident, NOW, **how))
+    return strip_lines(terminal.format_incident(incident, NOW, **how))
+
+
+def format_calls(incident: dict[str, Any]) -> list[str]:
+    return strip_lines(terminal.format_calls(incident))
+
+
+def format_processes(incident: dict[str, Any]) -> list[str]:
+    return strip_lines(terminal.format_processes(incident))
+
+
+def strip_lines(lines: Iterable[str]) -> list[str]:
+    """The lines as a file or a pipe gets them."""
+    return list(map(words.strip_style, lines))
 
 
 def test_verdict_comes_first_then_advice() -> None:
@@ -114,7 +121,7 @@ def test_verdict_comes_first_then_advice() -> None:
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(format_calls(make_incident()))
+    text = format_calls(make_incident())
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
     assert [line.split()[:4] for line in text if line.startswith("≠")] == [
         ["≠", "op", "all_reduce", "broadcast"]
@@ -160,28 +167,26 @@ def test_root_is_shown_as_global_rank() -> None:
         {"ranks": [4], "op": "broadcast", "root": 1},
         {"ranks": [3, 5], "op": "broadcast", "root": 0},
     ]
-    text = list(
-        format_calls(
-            make_incident(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
-        )
+    text = format_calls(
+        make_incident(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
     )
     assert any(line.split() == ["root", "4", "3"] for line in text)
 
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
+    assert format_calls(make_incident(calls=calls))[0] == "Calls of group default_pg"
 
 
 def test_many_call_classes_stay_within_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(format_calls(make_incident(calls=calls)))
+    text = format_calls(make_incident(calls=calls))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
     assert max(map(len, text)) <= words.TERMINAL_COLUMNS
 
 
 def test_user_frames_are_highlighted() -> None:
-    text = list(format_stack(make_incident()["stacks"][0], Paint(colour=True)))
+    text = list(format_stack(make_incident()["stacks"][0]))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -277,17 +282,15 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
     ],
 )
 def test_process_state_text(process: dict[str, Any], expected: str) -> None:
-    assert list(
-        format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
-    ) == [f"rank 1: process 7 on node1 {expected}"]
+    assert format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]}) == [
+        f"rank 1: process 7 on node1 {expected}"
+    ]
 
 
 def test_exception_is_shown_with_location() -> None:
     raised = {"type": "ValueError", "message": "bad\nbatch", "site": make_site(9)}
-    text = list(
-        format_processes(
-            {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
-        )
+    text = format_processes(
+        {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
     )
     assert text[1:] == ["  ValueError: bad batch", "  at /home/me/train.py:9 in step"]
 
@@ -418,9 +421,9 @@ def test_only_equal_stacks_merge() -> None:
     assert [entry["ranks"] for entry in merge_equal_stacks(entries)] == [[0, 3], [1]]
 
 
-def test_plain_paint_adds_nothing() -> None:
-    assert "\x1b" not in "".join(render_lines(make_incident()))
-    assert "\x1b" in "".join(render_lines(make_incident(), paint=Paint(colour=True)))
+def test_rows_of_a_table_end_without_blanks() -> None:
+    text = format_calls(make_incident())
+    assert [line.rstrip() for line in text] == text
 
 
 def test_devices_in_the_same_position_share_a_line() -> None:

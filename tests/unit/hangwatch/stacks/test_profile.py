@@ -9,6 +9,7 @@ import pytest
 
 from hangwatch.agent.cli.commands.record import format_recording
 from hangwatch.model.ranks import Frame
+from hangwatch.report.text import strip_style
 from hangwatch.server.http import ondemand_routes, rendering
 from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
@@ -171,7 +172,7 @@ def test_profile_text(profile: Profile) -> None:
         {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "idle_threads": 2},
         {"rank": 2, "error": "py-spy may not attach"},
     ]
-    lines = list(format_recording({"rate": 100, "ranks": ranks}))
+    lines = list(map(strip_style, format_recording({"rate": 100, "ranks": ranks})))
     assert lines[0] == "rank 1 · MainThread · 1.0 s at 100 Hz · 100 samples"
     assert lines[1] == "70 % in train (train.py:55), 30 % in forward (model.py:9)"
     assert any("> train" in line and "train.py:55 (60 %), :52, :57" in line for line in lines)

@@ -7,7 +7,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import AlignedPair, Divergence, Side
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_document, build_optional_document
-from hangwatch.report.text import TERMINAL_COLUMNS
+from hangwatch.report.text import TERMINAL_COLUMNS, strip_style
 from hangwatch.server.http import rendering
 from tests.simulation.scripted_job import make_signature
 
@@ -50,7 +50,8 @@ def test_divergence_document() -> None:
 
 
 def test_divergence_text() -> None:
-    text = list(terminal.format_divergence({"divergence": build_document(DIVERGENCE)}))
+    lines = terminal.format_divergence({"divergence": build_document(DIVERGENCE)})
+    text = list(map(strip_style, lines))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"

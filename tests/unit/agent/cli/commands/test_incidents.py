@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
 from hangwatch.agent.cli.commands import incidents
-from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
+from hangwatch.report.text import TERMINAL_COLUMNS, strip_style
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 
@@ -36,13 +37,16 @@ JOB_DOCUMENT = {
 }
 
 
+def strip_lines(lines: Iterable[str]) -> list[str]:
+    return list(map(strip_style, lines))
+
+
 def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
-    text = list(
+    text = strip_lines(
         incidents.format_status(
             [JOB_DOCUMENT, JOB_DOCUMENT | {"job": "run8", "state": "running", "step": 12}],
             [make_incident("01JA")],
             NOW,
-            PLAIN_PAINT,
         )
     )
     assert text == [
@@ -54,9 +58,9 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
 
 
 def test_status_keeps_incidents_of_earlier_attempts() -> None:
-    text = list(
+    text = strip_lines(
         incidents.format_status(
-            [JOB_DOCUMENT | {"attempt": 1}], [make_incident("01JA", attempt=0)], NOW, PLAIN_PAINT
+            [JOB_DOCUMENT | {"attempt": 1}], [make_incident("01JA", attempt=0)], NOW
         )
     )
     assert text[0].startswith("run7 (attempt 1)")
@@ -66,10 +70,8 @@ def test_status_keeps_incidents_of_earlier_attempts() -> None:
 
 def test_incidents_table_has_typable_ids() -> None:
     ids = ["01JABCDEFGHJKLMNPQRSTVWXYZ", "01JABCDEFGHJKLMNPQRSTVWXY0", "01JZBCDEFGHJKLMNPQRSTVWXYZ"]
-    text = list(
-        incidents.format_incidents(
-            [make_incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT
-        )
+    text = strip_lines(
+        incidents.format_incidents([make_incident(name, job="j" * 99) for name in ids], NOW)
     )
     assert text[0].split() == ["ID", "STATUS", "AGE", "KIND", "JOB"]
     assert [line.split()[0] for line in text[1::2]] == ids
