@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import (
-    LONG_S,
-    SLICE_S,
-    HeartbeatQueue,
-    QueuedHeartbeat,
-)
+from hangwatch.server.ingest.heartbeat_queue import LONG_S, SLICE_S, HeartbeatQueue
 
 
 @dataclass
@@ -41,24 +35,7 @@ class QueueHarness:
         self, number: int, urgent: bool = False, family: str = ""
     ) -> asyncio.Future[heartbeat.HeartbeatReply]:
         beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number)
-        return self.submit(lambda: beat, urgent, family)
-
-    def submit(
-        self, decode: Callable[[], heartbeat.Heartbeat], urgent: bool = False, family: str = ""
-    ) -> asyncio.Future[heartbeat.HeartbeatReply]:
-        replied: asyncio.Future[heartbeat.HeartbeatReply]
-        replied = asyncio.get_running_loop().create_future()
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if replied.cancelled():
-                return
-            if isinstance(reply, Exception):
-                replied.set_exception(reply)
-            else:
-                replied.set_result(reply)
-
-        self.queue.submit(QueuedHeartbeat(decode, urgent, time.monotonic(), take_reply, family))
-        return replied
+        return self.queue.submit(lambda: beat, urgent, family)
 
 
 def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
@@ -137,7 +114,7 @@ def test_unreadable_heartbeat_fails_alone() -> None:
         come = [
             harness.submit_heartbeat(1),
             harness.submit_heartbeat(2),
-            harness.submit(raise_problem),
+            harness.queue.submit(raise_problem, False, ""),
             harness.submit_heartbeat(3),
         ]
         left = harness.submit_heartbeat(4)

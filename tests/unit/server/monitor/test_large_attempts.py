@@ -23,7 +23,6 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.registry import IncidentRecord
-from hangwatch.server.ingest.heartbeat_queue import QueuedHeartbeat
 from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -63,15 +62,17 @@ def make_heartbeat(
 def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
     state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     (attempt,) = state.shared.fleet.attempts.values()
-    replies: list[heartbeat.HeartbeatReply | Exception] = []
+    replies: list[asyncio.Future[heartbeat.HeartbeatReply]] = []
     loop = None
+
+    def submit_heartbeat(number: int) -> None:
+        decode = functools.partial(make_heartbeat, number)
+        replies.append(state.watch.heartbeat_queue.submit(decode, False, ""))
 
     def time_reading() -> float:
         assert loop is not None
         for number in (2, 3):
-            decode = functools.partial(make_heartbeat, number)
-            queued = QueuedHeartbeat(decode, False, state.now(), replies.append)
-            loop.call_soon_threadsafe(state.watch.heartbeat_queue.submit, queued)
+            loop.call_soon_threadsafe(submit_heartbeat, number)
         deadline = state.now() + 5
         while len(state.watch.heartbeat_queue) < 2 and state.now() < deadline:
             pass
@@ -83,10 +84,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
         before = attempt.last_seen_at
         last_seen_at, _ = await state.watch.diagnoser.read_attempt(attempt, time_reading)
         assert last_seen_at == before, "nothing changed meanwhile"
-        while len(replies) < 2:
-            await asyncio.sleep(0)
-        for reply in replies:
-            assert isinstance(reply, heartbeat.HeartbeatReply)
+        for reply in await asyncio.gather(*replies):
             assert not reply.resync
         return attempt.last_seen_at
 
