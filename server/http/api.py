@@ -31,7 +31,6 @@ from ..core.problems import Problem
 from ..core.schema import ApiModel, describe_document
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
-from . import stream
 from .app_state import State
 from .rendering import make_attachment, make_json_response
 
@@ -277,7 +276,8 @@ async def stream_events(
     state: State,
     last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
 ) -> StreamingResponse:
-    return stream.make_stream_response(state, state.shared.events.stream_events(last_event_id))
+    events = state.shared.events
+    return events.make_response(events.stream_events(last_event_id))
 
 
 def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:

@@ -29,7 +29,6 @@ from ..core.problems import Problem
 from ..ondemand.dumps import Dump, DumpRequest
 from ..ondemand.recordings import Recording, RecordingRequest, describe_recording, unpack_profiles
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
-from . import stream
 from .app_state import AppState, State
 from .rendering import FLAME_GRAPH_WIDTH_PX, PageRenderer, make_attachment
 
@@ -106,7 +105,7 @@ async def stream_trace(
         finally:
             traces.drop_request(session.id)
 
-    return stream.make_stream_response(state, stream_calls())
+    return state.shared.events.make_response(stream_calls())
 
 
 @routes.post(

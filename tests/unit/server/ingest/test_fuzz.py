@@ -174,7 +174,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         return
     beat = parse_heartbeat(body)
     assert not refusal_status(check_memory, beat, state.shared.fleet)
-    codec.encode_message(state.watch.heartbeats.apply_heartbeat(beat))
+    codec.encode_message(state.watch.apply_heartbeat(beat))
     asyncio.run(state.watch.loop.run_round())
     assert state.shared.failures.count == 0
     for attempt in state.list_latest_attempts():
