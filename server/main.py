@@ -25,10 +25,10 @@ from .core.load import ThrottledListener
 from .core.logs import configure_logging
 from .http.connections import HttpServer
 from .settings import (
+    CONFIG_FILE_NAME,
     TEST_ALERT_FLAG,
     Settings,
     SettingsError,
-    find_config_file,
     load_settings,
     reveal_secret,
 )
@@ -128,9 +128,9 @@ def _check_certificate(settings: Settings) -> None:
         )
     except OSError as error:  # the base class of ssl.SSLError
         why = getattr(error, "reason", None) or error.strerror or error
-        files = f"--tls-cert {settings.tls_cert}" + (
-            f", --tls-key {settings.tls_key}" if settings.tls_key else ""
-        )
+        files = f"--tls-cert {settings.tls_cert}"
+        if settings.tls_key:
+            files = f"{files}, --tls-key {settings.tls_key}"
         raise StartError(
             f"{files}: {why}; both should be readable PEM files that belong together, the key"
             " without a passphrase"
@@ -192,13 +192,11 @@ def kept_token(data_dir: Path) -> str:
 
 def announce(settings: Settings, base_url: str, token: str | None) -> None:
     """Prints the line that training jobs need to stdout, and messages for users to stderr."""
-    config_file = find_config_file()
-    print(
-        f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
-        f" {settings.data_dir}" + (f", settings from {config_file}" if config_file else ""),
-        file=sys.stderr,
-        flush=True,
-    )
+    places = f"dashboard at {base_url}/ranks, incidents in {settings.data_dir}"
+    config_file = Path(CONFIG_FILE_NAME)
+    if config_file.is_file():
+        places = f"{places}, settings from {config_file.absolute()}"
+    print(f"hangwatch-server {__version__}: {places}", file=sys.stderr, flush=True)
     shown = ""
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)

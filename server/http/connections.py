@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,6 @@ from ..core.peers import PeerSocket
 from ..core.problems import Problem
 from .access import CONNECTION, PEER_UID
 from .app_state import AppState
-from .rendering import format_response
 
 CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
@@ -53,7 +53,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
         if self._head_bytes > limits.HEAD.maximum:
-            head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            head_bytes = len(self.url)
+            for name, value in self.headers:
+                head_bytes += len(name) + len(value)
             if head_bytes > limits.HEAD.maximum:
                 self._stop_parsing(limits.HEAD)
         if len(self.pipeline) >= limits.PIPELINED.maximum:
@@ -96,7 +98,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if cycle is None or not cycle.response_started:
             response = problem.make_response()
             response.headers["connection"] = "close"
-            self.transport.write(format_response(response))
+            status = http.HTTPStatus(response.status_code)
+            lines = [f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()]
+            lines += [b"%s: %s\r\n" % header for header in response.raw_headers]
+            self.transport.write(b"".join((*lines, b"\r\n", response.body)))
         self.transport.close()
 
     def on_response_complete(self) -> None:

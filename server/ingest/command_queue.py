@@ -187,14 +187,14 @@ class CommandQueue:
         return beat, unrequested
 
     def _select_awaited(self, agent: str, replies: Iterable[R]) -> tuple[R, ...]:
-        return tuple([reply for reply in replies if self._take_awaited(agent, reply.request)])
-
-    def _take_awaited(self, agent: str, id: str) -> bool:
-        """Whether the node agent may reply to this command, which no reply may do from then on."""
-        if self._awaited.get(id, ("",))[0] != agent:
-            return False
-        del self._awaited[id]
-        return True
+        """The replies to commands that this node agent may answer, which it may not do again."""
+        selected = []
+        for reply in replies:
+            answerer, _ = self._awaited.get(reply.request, (None, 0.0))
+            if answerer == agent:
+                del self._awaited[reply.request]
+                selected.append(reply)
+        return tuple(selected)
 
     def mark_answered(self, agent: str, ids: set[str]) -> None:
         for last in self._find_commands(agent).evidence.values():
@@ -213,8 +213,13 @@ class CommandQueue:
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
         """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
-        while self._awaited and next(iter(self._awaited.values()))[1] < now - report_interval_s:
-            del self._awaited[next(iter(self._awaited))]
+        expired = []
+        for command_id, (_, accepted_until) in self._awaited.items():
+            if accepted_until >= now - report_interval_s:
+                break  # the others are newer
+            expired.append(command_id)
+        for command_id in expired:
+            del self._awaited[command_id]
         oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
         for agent, commands in list(self._agents.items()):
             commands.unsent = {

@@ -60,7 +60,14 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
         beat = decode_heartbeat(body)
     except _DECODING_ERRORS as error:
         _check_version(decode_head(body).version)
-        raise _make_refusal(error) from None
+        message = str(error)[:200]
+        if message.startswith(_LONG_LIST):
+            raise limits.LIST.make_problem(message.removeprefix(_LONG_LIST)) from None
+        raise Problem(
+            422,
+            "not a heartbeat; nothing of it was applied",
+            errors=[{"at": "body", "message": message}],
+        ) from None
     _check_version(beat.version)
     groups = [
         stream.identity
@@ -98,17 +105,6 @@ class BodyVolume:
         self.values += objects + part.count(b"[") + part.count(b",")
         limits.OBJECTS.check(self.objects, "{} objects")
         limits.VALUES.check(self.values, "{} values")
-
-
-def _make_refusal(error: Exception) -> Problem:
-    message = str(error)[:200]
-    if message.startswith(_LONG_LIST):
-        return limits.LIST.make_problem(message.removeprefix(_LONG_LIST))
-    return Problem(
-        422,
-        "not a heartbeat; nothing of it was applied",
-        errors=[{"at": "body", "message": message}],
-    )
 
 
 def decode_heartbeat(body: bytes) -> Heartbeat:
@@ -233,9 +229,13 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         for family in families:
             count = fleet.agents.counts[family] + 1
             limits.AGENTS.check_share(count, len(fleet.agents) + 1, family, _REMEDY)
-    growing: list[heartbeat.ProcessUpdate] = []  # usually none
+    growing = []  # usually none
+    new_identities = []
     for update in beat.processes:
-        if update.identity is not None or any(s.identity is not None for s in update.streams):
+        identity = update.identity
+        if identity is not None and fleet.find_process(beat.agent, beat.host, update) is None:
+            new_identities.append(identity)
+        if identity is not None or any(stream.identity is not None for stream in update.streams):
             growing.append(update)
         # Few processes come near the limit: only these are counted exactly.
         if len(update.streams) > limits.STREAMS.maximum // 2:
@@ -246,11 +246,6 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
             limits.STREAMS.check(len(uids), f"process {update.key}")
     if not growing:
         return
-    new_identities = [
-        update.identity
-        for update in growing
-        if update.identity is not None and fleet.find_process(beat.agent, beat.host, update) is None
-    ]
     if new_identities:
         _check_new_processes(beat.agent, new_identities, fleet)
     added_members = _count_added_members(beat, growing, fleet)

@@ -179,26 +179,22 @@ class Retention:
             fleet.restricted_family = None
         elif now >= self._restriction_due_at:
             began_at = time.perf_counter()
-            self._restrict_family(find_largest_family(fleet))
+            family = find_largest_family(fleet)
+            fleet.restricted_family = family
+            if family is not None:
+                log.warning("for lack of memory, job %s may add no processes and groups", family)
+                if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
+                    return_freed_memory()
             spent_s = time.perf_counter() - began_at
             self._restriction_due_at = now + RESTRICTION_FACTOR * spent_s
         excess_bytes = resident_bytes - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
         if excess_bytes <= 0:
             return
         dropped = drop_samples(fleet.processes.values(), excess_bytes)
-        for family, count in dropped.items():
+        for job, count in dropped.items():
             self.shared.counters.dropped_samples += count
-            log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, family)
+            log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, job)
         if dropped:
-            return_freed_memory()
-
-    def _restrict_family(self, family: str | None) -> None:
-        fleet = self.shared.fleet
-        fleet.restricted_family = family
-        if family is None:
-            return
-        log.warning("for lack of memory, job %s may add no processes and groups", family)
-        if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
             return_freed_memory()
 
     def drop_attempt(self, attempt: Attempt) -> None:
