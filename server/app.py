@@ -190,7 +190,8 @@ def _complete_openapi(app: FastAPI, token: str | None) -> None:
 @contextlib.asynccontextmanager
 async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
     """Runs everything that requests do not start."""
-    persistence, job_claims = state.watch.persistence, state.watch.job_claims
+    persistence = state.watch.persistence
+    job_claims = state.watch.job_claims
     persistence.resume_deliveries(persistence.store.load_deliveries())
     state.tasks.start_task("diagnosis", state.watch.loop.run)
     state.tasks.start_task("storage and alerts", persistence.run)

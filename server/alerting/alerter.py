@@ -67,7 +67,8 @@ class MessageQueue:
     def put(self, family: str, message: AlertMessage, delivery: Delivery) -> bool:
         """Returns False if the family or all together have too many."""
         with self._changed:
-            count, total = self._waiting.count(family) + 1, len(self._waiting) + 1
+            count = self._waiting.count(family) + 1
+            total = len(self._waiting) + 1
             limit = limits.QUEUED_ALERTS
             if total > limit.maximum or count > limit.find_share(count, total):
                 return False
@@ -113,8 +114,11 @@ class Alerter:
         first_retry_delay_s: float = FIRST_RETRY_DELAY_S,
         retry_limit_s: float = RETRY_LIMIT_S,
     ) -> None:
-        self._base_url, self._delivered, self._out = base_url, delivered, out
-        self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
+        self._base_url = base_url
+        self._delivered = delivered
+        self._out = out
+        self._first_retry_delay_s = first_retry_delay_s
+        self._retry_limit_s = retry_limit_s
         self._stopping = threading.Event()
         self.queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
         self.refusals: Counter[str] = Counter()  # by limit
@@ -266,7 +270,7 @@ def send_test_messages(
         advice="This is a test of hangwatch's alerts; nothing hangs.",
         body={"id": "test", "url": f"{base_url}/incidents"},
     )
-    results: list[tuple[str, str | None]] = []
+    results = []
     for channel in channels:
         problem = None
         try:
@@ -291,7 +295,8 @@ def take_due_event(
     if record.is_open and record.alerted_severity not in (Severity.ALERT, incident.severity):
         if not ready:
             return None
-        record.alerted_severity, record.alerted_at = incident.severity, now
+        record.alerted_severity = incident.severity
+        record.alerted_at = now
         return OPENED
     if record.alerted_severity is not Severity.ALERT:
         return None
@@ -303,5 +308,6 @@ def take_due_event(
     is_due = at is None or (now - at).total_seconds() >= repeat_after
     if not (hangs_on and repeat_after and is_due):
         return None
-    record.alerted_at, record.reminders = now, record.reminders + 1
+    record.alerted_at = now
+    record.reminders += 1
     return f"{REMINDER}-{record.reminders}"

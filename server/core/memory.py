@@ -93,8 +93,10 @@ def find_largest_family(fleet: Fleet) -> str | None:
     )
     for process in fleet.processes.values():
         held_bytes[get_family(process.attempt.job)] += _measure_process(process)
-    largest = held_bytes.most_common(1)
-    return largest[0][0] if largest and largest[0][1] > MIN_JOB_BYTES else None
+    for family, size_bytes in held_bytes.most_common(1):
+        if size_bytes > MIN_JOB_BYTES:
+            return family
+    return None
 
 
 def _measure_process(process: Process) -> int:

@@ -114,7 +114,9 @@ class PeerConnections:
     def forget(self, connection: PeerSocket) -> None:
         """Removes a connection that is about to be closed."""
         del self._connections[connection.fileno()]
-        peer, connection.peer, connection.peers = connection.peer, None, None
+        peer = connection.peer
+        connection.peer = None
+        connection.peers = None
         if peer is not None:
             peer.unauthenticated.pop(connection, None)
             peer.open_count -= 1

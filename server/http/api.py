@@ -77,7 +77,8 @@ class PageRequest:
                 f"the list has no item {self.after!r} to continue after: start again without ?after=",
             )
         chosen: list[Row] = []
-        weight, next_url = 0, None
+        weight = 0
+        next_url = None
         for row in remaining:
             weight += count_members(row)
             if len(chosen) == self.limit or (chosen and weight > MAX_MEMBERS_PER_PAGE):
@@ -248,11 +249,13 @@ async def show_incident(state: State, id: str) -> Response:
 async def download_bundle(state: State, id: str) -> Response:
     record = state.get_incident(id)
     incident = record.incident
-    ranks: list[RankView] = []
+    ranks = []
     attempt = state.shared.fleet.attempts.get(record.attempt_key)
     if attempt is not None:
-        states, now = state.get_rank_states(attempt), state.now()
-        described, is_large = list(states), len(states) > MAX_DETAILED_RANKS
+        states = state.get_rank_states(attempt)
+        now = state.now()
+        described = list(states)
+        is_large = len(states) > MAX_DETAILED_RANKS
         if is_large:  # the culprits and first waiting ranks, without members of groups
             involved = incident.involved_ranks[: MAX_DETAILED_RANKS // 4]
             described = [rank for rank in involved if rank in states]

@@ -132,7 +132,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(timeout_s, self._close_stalled) if timeout_s else None
 
     def _close_stalled(self) -> None:
-        self._timeout_s, self._deadline = 0.0, None
+        self._timeout_s = 0.0
+        self._deadline = None
         cycle = self.cycle
         if cycle is None or not cycle.more_body:
             return self.transport.close()

@@ -56,7 +56,8 @@ class AgentReply(Response):
     """A successful answer; building it takes half the time of starlette's general way."""
 
     def __init__(self, document: object) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code = 200
+        self.background = None
         self.body = msgspec.json.encode(document)
         self.raw_headers = [
             (b"content-length", b"%d" % len(self.body)),
@@ -75,7 +76,8 @@ class AgentEndpoint:
 
     async def post_heartbeat(self, request: Request) -> Response:
         headers, size, grant = self._check_head(request, HEARTBEAT_PATH, limits.BODY)
-        watch, shared = self.watch, self.watch.shared
+        watch = self.watch
+        shared = self.watch.shared
         family = get_family(grant.job or "")
         is_urgent = headers.get("priority") == URGENT_PRIORITY
         with self._account_body(family, size):
@@ -115,7 +117,8 @@ class AgentEndpoint:
         shared = self.watch.shared
         families = [shared.agents.get_families(a)[0] for a in shared.commands.waiting_agents]
         [family, *_] = shared.agents.get_families(agent)
-        count, total = families.count(family) + 1, len(families) + 1
+        count = families.count(family) + 1
+        total = len(families) + 1
         limits.WAITING_AGENTS.check_share(count, total, family)
         if agent not in shared.agents:
             raise Problem(403, "no node agent of this name reports with this token")
@@ -194,7 +197,9 @@ class HeartbeatFastPath:
     """The outermost ASGI application: it answers node agents, and ``app`` all other requests."""
 
     def __init__(self, app: ASGIApp, endpoint: AgentEndpoint, prefix: str) -> None:
-        self._app, self._endpoint, self._prefix = app, endpoint, prefix
+        self._app = app
+        self._endpoint = endpoint
+        self._prefix = prefix
         self._routes = {
             ("POST", HEARTBEAT_PATH): endpoint.post_heartbeat,
             ("POST", COMMANDS_PATH): endpoint.post_poll,
@@ -278,7 +283,8 @@ def unpack_body(headers: Mapping[str, str], body: bytes) -> bytes:
         return body
     stream = zlib.decompressobj(wbits=31)
     parts = []
-    size, volume = 0, BodyVolume()
+    size = 0
+    volume = BodyVolume()
     while not stream.eof:
         try:
             part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)

@@ -116,8 +116,8 @@ class _Collector(Collector):
 def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
     now = state.now()
     ranks: Counter[tuple[str, str]] = Counter()
-    steps: dict[str, float] = {}
-    paces: dict[str, float] = {}
+    steps = {}
+    paces = {}
     ages: dict[str, float] = {}
     calls: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -215,7 +215,7 @@ def _make_histogram(
     for label_values, histogram in histograms:
         if not histogram.counts:
             continue
-        buckets: list[tuple[str, float]] = []
+        buckets = []
         for exponent in BUCKET_EXPONENTS:
             last_index = exponent * BUCKETS_PER_OCTAVE
             count = sum(n for index, n in histogram.counts.items() if index <= last_index)
@@ -231,7 +231,8 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
     memory = [cost.memory for cost in costs]
-    counters, load = watch.shared.counters, watch.shared.load
+    counters = watch.shared.counters
+    load = watch.shared.load
     values = {
         "hangwatch_agents_cpu_seconds": watch.shared.agents.cpu_s,
         "hangwatch_agents": len(reporting),

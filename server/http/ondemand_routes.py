@@ -169,10 +169,11 @@ async def request_recording(
     summary="Ends a recording early and keeps what was sampled",
 )
 async def stop_recording(state: State, id: str) -> Recording:
-    recording = state.shared.recordings.get_request(id, state.now())
+    registry = state.shared.recordings
+    recording = registry.get_request(id, state.now())
     attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
     if attempt is not None:
-        state.shared.recordings.stop_recording(recording, attempt, state.now())
+        registry.stop_recording(recording, attempt, state.now())
     return await asyncio.to_thread(describe_recording, recording)
 
 
@@ -239,26 +240,19 @@ def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, r
         for thread in profile.shown_threads
     ]
     total = max(1, sum(thread.sample_count for _, thread in threads))
-    bars: list[trees.ProfileBar] = []
+    bars = []
     x = 0.0
     for label, thread in threads:
         root = Frame(function=label, file="", line=0)
         stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
-        bars += trees.layout_bars(stacks, x, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        for bar in trees.layout_bars(stacks, x, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX):
+            frame = bar.frame
+            file = f" {frame.file}" if frame.file else ""
+            line = f":{frame.line}" if frame.line else ""
+            tooltip = f"{frame.function}{file}{line}, {bar.samples / rate:.2f} s"
+            bars.append((bar, frame.function, tooltip))
         x += thread.sample_count / total
-    return pages.render_flame_graph(
-        title,
-        [
-            (bar, bar.frame.function, f"{_format_frame(bar.frame)}, {bar.samples / rate:.2f} s")
-            for bar in bars
-        ],
-    )
-
-
-def _format_frame(frame: Frame) -> str:
-    file = f" {frame.file}" if frame.file else ""
-    line = f":{frame.line}" if frame.line else ""
-    return f"{frame.function}{file}{line}"
+    return pages.render_flame_graph(title, bars)
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:

@@ -62,7 +62,8 @@ class HeartbeatQueue:
         """Applies a heartbeat: immediately, if its family has none queued and this pass of the event loop has
         time. The future has the reply, or what decoding or applying the heartbeat raises.
         """
-        loop, now = asyncio.get_running_loop(), time.monotonic()
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
         queued = _QueuedHeartbeat(decode, is_urgent, family, now, loop.create_future())
         if not (self._is_state_locked or self._queued.count(family) or family in self._resting):
             if self._slice_until is None:

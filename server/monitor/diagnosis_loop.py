@@ -82,7 +82,8 @@ class DiagnosisLoop:
         if self.job_claims is not None:
             await self.job_claims.confirm_jobs()
         shared = self.shared
-        fleet, incidents = shared.fleet, shared.incidents
+        fleet = shared.fleet
+        incidents = shared.incidents
         scheduler = self.diagnoser.report_scheduler
         isolate = shared.failures.isolate
         now = shared.now()
@@ -173,7 +174,8 @@ class Retention:
         if now < self._memory_check_due_at:
             return
         self._memory_check_due_at = now + MEMORY_CHECK_INTERVAL_S
-        fleet, resident_bytes = self.shared.fleet, read_resident_bytes()
+        fleet = self.shared.fleet
+        resident_bytes = read_resident_bytes()
         is_scarce = resident_bytes > GROWTH_SHARE * limits.MEMORY.maximum
         if not is_scarce:
             fleet.restricted_family = None

@@ -119,7 +119,8 @@ class JobClaims:
         self._confirmed_at = began_at
 
     async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
-        fleet, incidents = self.shared.fleet, self.shared.incidents
+        fleet = self.shared.fleet
+        incidents = self.shared.incidents
         self._foreign = (self._foreign | self._held | wanted) - locked
         for job in self._held - locked:
             log.warning("another server has taken job %s over", job)

@@ -29,7 +29,8 @@ class Watch:
         self, settings: Settings, shared: SharedState, persistence: PersistenceWorker
     ) -> None:
         """Restores incidents and former attempts from the database."""
-        self.shared, self.persistence = shared, persistence
+        self.shared = shared
+        self.persistence = persistence
         store = persistence.store
         shared.incidents.load_records(store.load_incidents())
         restore_former_attempts(shared, store.load_latest_attempts())
@@ -76,8 +77,10 @@ class Watch:
 
     def apply_heartbeat(self, beat: Heartbeat, urgent: bool = False) -> HeartbeatReply:
         """Applies one heartbeat and builds the reply. Sets ``shared.has_changes`` if it may change a verdict."""
-        shared, scheduler = self.shared, self.report_scheduler
-        fleet, counters = shared.fleet, shared.counters
+        shared = self.shared
+        scheduler = self.report_scheduler
+        fleet = shared.fleet
+        counters = shared.counters
         now = shared.now()
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
@@ -99,7 +102,8 @@ class Watch:
         # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
         # may be as late: what it will need is requested now.
         for process in fleet.list_processes(beat.agent) if beat.processes else ():
-            attempt, rank = process.attempt, process.rank
+            attempt = process.attempt
+            rank = process.rank
             requests = []
             if process.needs_wait_sample:
                 attempt.has_urgent_changes = True

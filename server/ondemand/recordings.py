@@ -173,7 +173,7 @@ def describe_recording(recording: RequestedRecording) -> Recording:
 
 def unpack_profiles(recording: RequestedRecording) -> list[tuple[int, Profile]]:
     """The valid profiles, by rank. `describe_recording` reports the invalid ones."""
-    profiles: list[tuple[int, Profile]] = []
+    profiles = []
     for rank in recording.ranks:
         if rank.profile:
             with contextlib.suppress(ValueError):

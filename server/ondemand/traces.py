@@ -85,7 +85,8 @@ class TraceSession(RankRequest[TracedRank]):
         self.changed.set()
 
     def fail_reply(self, reply: TracedRank, error: str) -> None:
-        reply.status, reply.error = "failed", error
+        reply.status = "failed"
+        reply.error = error
         self.add_event("error", rank=reply.rank, detail=error)
 
     def end_overdue_ranks(self, now: float) -> None:
@@ -196,7 +197,8 @@ class TraceRegistry(RequestRegistry[TraceSession]):
             new_count = len(session.events) - known_count
             added = [session.events.pop() for _ in range(new_count)]
             added.reverse()  # equal times keep their order
-            session.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
+            added.sort(key=lambda event: str(event[1].get("at", "")))
+            session.events.extend(added)
         for session, traced in self._iter_active_ranks():
             is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
             if is_due and traced.process.agent == beat.agent:
@@ -260,7 +262,8 @@ async def stream_events(
         while session.events:
             last_sent_at = clock.monotonic()
             count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
-            yield "".join(encode_event(*session.events.popleft()) for _ in range(count))
+            events = [session.events.popleft() for _ in range(count)]
+            yield "".join(encode_event(name, data) for name, data in events)
         if session.status == "done" or is_closed():
             if is_closed():
                 reason = "closed"

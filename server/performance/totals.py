@@ -57,7 +57,8 @@ class PerformanceTotals:
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
         """Adds a report, unless it is repeated, without unknown processes and streams."""
-        report, agent = beat.performance, fleet.agents[beat.agent]
+        report = beat.performance
+        agent = fleet.agents[beat.agent]
         if report is None or report.number <= self._report_numbers.get(beat.agent, 0):
             return
         self._report_numbers[beat.agent] = report.number
@@ -228,7 +229,7 @@ class GroupTotals:
         """Records a member's arrivals. Returns the spreads in microseconds of the calls that all
         members have reported by then.
         """
-        spreads_us: list[float] = []
+        spreads_us = []
         member_count = len(self.group.ranks)
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
         for seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes in samples:
@@ -260,7 +261,7 @@ class GroupTotals:
 
     def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
         """Compares the arrivals at a call. Returns their spread in microseconds."""
-        arrivals: list[Arrival] = []  # the times are this server's
+        arrivals = []  # the times are this server's
         for arrival in call.arrivals.values():
             low, high = clocks.get(arrival.host, (0.0, 0.0))
             arrived_at = arrival.arrived_at + (low + high) / 2
@@ -298,7 +299,8 @@ class GroupTotals:
         if started_at > history.started_at:
             history.closed_points.extend(history.list_current_point())
             history.started_at = started_at
-            history.current, history.spread = OperationTotals(), DurationHistogram()
+            history.current = OperationTotals()
+            history.spread = DurationHistogram()
         return history
 
 

@@ -73,7 +73,8 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
-    incident, alerts = facts.incident, facts.alerts
+    incident = facts.incident
+    alerts = facts.alerts
     if not (incident.is_open and incident.is_alert and incident.kind in rules.kinds):
         return _NOTHING
     if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:

@@ -102,7 +102,7 @@ class PersistenceWorker:
         if not records and not attempts:
             return
         self._writing = set(records)
-        incidents: list[Row] = []
+        incidents = []
         for record in records.values():
             if record.is_own:  # no other server has taken it over meanwhile
                 with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
@@ -166,7 +166,8 @@ class PersistenceWorker:
         self.is_saved = False
 
     async def _synchronise(self) -> None:
-        shared, store = self.shared, self.store
+        shared = self.shared
+        store = self.store
         incidents = shared.incidents
         now = shared.now()
         if store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:

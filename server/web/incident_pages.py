@@ -152,7 +152,7 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     incident = state.get_incident(id).incident
     is_listed = parse_rank_filter(ranks)
     is_shown = is_listed or (lambda _: True)
-    stacks: list[MergedStack] = []
+    stacks = []
     for stack in incident.stacks:
         shown_ranks = tuple(filter(is_shown, stack.ranks))
         if shown_ranks:
