@@ -92,26 +92,22 @@ def find_largest_family(fleet: Fleet) -> str | None:
         {family: _MEMBER_BYTES * fleet.count_members(family) for family in fleet.process_counts}
     )
     for process in fleet.processes.values():
-        held_bytes[get_family(process.attempt.job)] += _measure_process(process)
+        identity = process.identity
+        size = _PROCESS_BYTES
+        size += len(identity.program) + len(identity.unrecorded) + len(identity.on_hang)
+        for stream in process.streams.values():
+            group = stream.group
+            size += _STREAM_BYTES + len(group.name) + len(group.desc) + len(group.backend)
+            for call in stream.calls.values():
+                signature = call.signature
+                lists = (*signature.shapes, *(signature.splits or ()))
+                size += _CALL_BYTES + _NUMBER_BYTES * sum(map(len, lists))
+                size += len(signature.detail or "")
+        held_bytes[get_family(process.attempt.job)] += size
     for family, size_bytes in held_bytes.most_common(1):
         if size_bytes > MIN_JOB_BYTES:
             return family
     return None
-
-
-def _measure_process(process: Process) -> int:
-    """The approximate memory of a process, without what it shares with the others of its attempt."""
-    identity = process.identity
-    size = _PROCESS_BYTES + len(identity.program) + len(identity.unrecorded) + len(identity.on_hang)
-    for stream in process.streams.values():
-        group = stream.group
-        size += _STREAM_BYTES + len(group.name) + len(group.desc) + len(group.backend)
-        for call in stream.calls.values():
-            signature = call.signature
-            lists = (*signature.shapes, *(signature.splits or ()))
-            numbers = sum(map(len, lists))
-            size += _CALL_BYTES + _NUMBER_BYTES * numbers + len(signature.detail or "")
-    return size
 
 
 def return_freed_memory() -> None:

@@ -171,9 +171,9 @@ class CommandQueue:
         unsent.clear()
         return commands
 
-    def drop_unrequested(self, beat: Heartbeat) -> tuple[Heartbeat, int]:
+    def accept_replies(self, beat: Heartbeat) -> tuple[Heartbeat, int]:
         """The heartbeat without evidence that its node agent was not asked for, and how many replies that
-        were. Each command is answered once.
+        were. Each command is answered once, and counts as answered from now on.
         """
         reply_count = len(beat.samples) + len(beat.calls) + len(beat.hardware)
         if not reply_count:
@@ -184,6 +184,9 @@ class CommandQueue:
         unrequested = reply_count - len(samples) - len(calls) - len(hardware)
         if unrequested:
             beat = replace(beat, samples=samples, calls=calls, hardware=hardware)
+        answered = {reply.request for reply in (*samples, *calls, *hardware)}
+        for last in self._find_commands(beat.agent).evidence.values():
+            last.is_answered |= last.command_id in answered
         return beat, unrequested
 
     def _select_awaited(self, agent: str, replies: Iterable[R]) -> tuple[R, ...]:
@@ -195,10 +198,6 @@ class CommandQueue:
                 del self._awaited[reply.request]
                 selected.append(reply)
         return tuple(selected)
-
-    def mark_answered(self, agent: str, ids: set[str]) -> None:
-        for last in self._find_commands(agent).evidence.values():
-            last.is_answered |= last.command_id in ids
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, which should therefore report more often."""

@@ -5,7 +5,6 @@ Applies each heartbeat to everything that depends on it.
 from __future__ import annotations
 
 from hangwatch.diagnosis import EvidenceRequest, choose_window
-from hangwatch.protocol.commands import CommandReply
 from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
 from ..core import load
@@ -85,15 +84,13 @@ class Watch:
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
-        beat, unrequested = shared.commands.drop_unrequested(beat)
+        beat, unrequested = shared.commands.accept_replies(beat)
         counters.unrequested += unrequested
         is_known = beat.agent in shared.agents
         is_complete = fleet.apply_heartbeat(beat, now)
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
         counters.resyncs += needs_resync
         shared.performance.apply_heartbeat(beat, fleet, now)
-        evidence: tuple[CommandReply, ...] = (*beat.samples, *beat.calls, *beat.hardware)
-        shared.commands.mark_answered(beat.agent, {reply.request for reply in evidence})
         shared.dumps.apply_samples(beat.samples, now)
         shared.recordings.apply_replies(beat.recordings, now)
         shared.traces.apply_heartbeat(beat, now)
@@ -113,7 +110,7 @@ class Watch:
                 requests.append(EvidenceRequest.for_calls(rank, stream, window))
             if requests and is_large(attempt.rank_count):
                 shared.commands.request_evidence(attempt, requests, now)
-        if beat.processes or evidence or beat.aborts:
+        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
             shared.has_changes.set()
         scheduler.record_heartbeat(beat.agent, urgent, now)
         commands = shared.commands.take_unsent(beat.agent)
