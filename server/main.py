@@ -21,7 +21,6 @@ from hangwatch.model.ownership import check_ownership
 from .alerting.alerter import send_test_messages
 from .app import build_app
 from .core import limits, load
-from .core.load import ThrottledListener
 from .core.logs import configure_logging
 from .http.connections import HttpServer
 from .settings import (
@@ -137,7 +136,7 @@ def _check_certificate(settings: Settings) -> None:
         ) from None
 
 
-def listen(host: str, port: int) -> ThrottledListener:
+def listen(host: str, port: int) -> load.ThrottledListener:
     """A listening socket. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -148,7 +147,7 @@ def listen(host: str, port: int) -> ThrottledListener:
             f"--host {host}: {error.strerror or error}; give an address of this machine, such as"
             " 0.0.0.0"
         ) from None
-    listening = ThrottledListener(family, kind, protocol)
+    listening = load.ThrottledListener(family, kind, protocol)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)

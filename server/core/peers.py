@@ -22,7 +22,6 @@ from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol.local_peer import find_peer_uid
 
 from . import limits
-from .limits import Limit
 
 # An unauthenticated connection without a request for so long is closed if the peer opens another one.
 IDLE_AFTER_S = 1.0
@@ -89,7 +88,7 @@ class PeerConnections:
         self._connections[connection.fileno()] = connection
         return True
 
-    def _find_exceeded(self, peer: _Peer, now: float) -> Limit | None:
+    def _find_exceeded(self, peer: _Peer, now: float) -> limits.Limit | None:
         """The limit that one more connection of the peer would exceed. Makes room if its oldest one is
         idle: otherwise somebody could keep all others with the same address out.
         """

@@ -20,7 +20,6 @@ from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
-from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
@@ -93,7 +92,7 @@ class AppState:
             return published_states
         records = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.report_scheduler.get_limits(attempt.job).lost_after_s
-        return compute_states(attempt, records, self.now(), lost_after_s)
+        return views.compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.diagnoser.get_record(attempt).large_job
@@ -111,7 +110,7 @@ class AppState:
         if last.has_failed:
             summary, advice = FAILED_DIAGNOSIS
         else:
-            summary, advice = describe_job_status(
+            summary, advice = views.describe_job_status(
                 attempt,
                 paced,
                 self.settings.stall_after,

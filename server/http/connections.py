@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core import limits
-from ..core.limits import BODY_S, HEAD_S
 from ..core.peers import PeerSocket
 from ..core.problems import Problem
 from .access import CONNECTION, PEER_UID
@@ -42,7 +41,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._connection = self._state.peers.find(transport)
-        self._set_timeout(HEAD_S)
+        self._set_timeout(limits.HEAD_S)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -81,9 +80,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(limits.HEAD.make_problem())
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._set_timeout(HEAD_S)
+            self._set_timeout(limits.HEAD_S)
         else:
-            self._set_timeout(BODY_S if cycle.more_body else 0.0)
+            self._set_timeout(limits.BODY_S if cycle.more_body else 0.0)
 
     def send_400_response(self, msg: str) -> None:
         if self._exceeded is not None:
@@ -112,7 +111,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             # connections, the garbage collector would scan all of them repeatedly.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
             if self._connection is not None and not self._connection.is_authenticated:
-                self._set_timeout(HEAD_S)
+                self._set_timeout(limits.HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timeout(0.0)
@@ -137,7 +136,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or not cycle.more_body:
             return self.transport.close()
-        return self._refuse(Problem(408, f"the request's body did not arrive within {BODY_S:g} s"))
+        detail = f"the request's body did not arrive within {limits.BODY_S:g} s"
+        return self._refuse(Problem(408, detail))
 
 
 class HttpServer(uvicorn.Server):

@@ -23,13 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.heartbeat import (
-    COMMANDS_PATH,
-    HEARTBEAT_PATH,
-    PROOF_PATH,
-    URGENT_PRIORITY,
-    get_family,
-)
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, get_family
 from hangwatch.tracking.tenants import qualify_agent
 
 from ..core import limits
@@ -79,7 +73,7 @@ class AgentEndpoint:
         watch = self.watch
         shared = self.watch.shared
         family = get_family(grant.job or "")
-        is_urgent = headers.get("priority") == URGENT_PRIORITY
+        is_urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
         with self._account_body(family, size):
             body = await self._read_body(request, grant, limits.BODY)
             refusal = shared.load.make_refusal(is_urgent, family)

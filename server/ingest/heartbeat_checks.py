@@ -14,7 +14,6 @@ What is kept in memory counts against the quota of the family of jobs for which 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import operator
@@ -22,7 +21,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -37,7 +36,6 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
-from ..core.limits import read_resident_bytes
 from ..core.problems import Problem
 
 # A body of at most this size does not have too many values.
@@ -52,7 +50,7 @@ _LONG_LIST = f"Expected `array` of length <= {limits.LIST.maximum} - at "  # as 
 _DECODING_ERRORS = (ValueError, RecursionError)
 
 
-def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
+def parse_heartbeat(body: bytes) -> Heartbeat:
     """A heartbeat that can be applied without errors. Raises Problem."""
     if len(body) > _UNSUSPICIOUS_BYTES:
         BodyVolume().add_part(body)
@@ -141,7 +139,7 @@ def _heartbeat_decoder() -> msgspec.json.Decoder[Heartbeat]:
 
 def _bound_type(hint: Any, declared: dict[type, dict[str, Any]]) -> Any:
     """The type with msgspec's bounds. ``declared`` keeps the annotations of messages."""
-    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
         if hint not in declared:
             declared[hint] = dict(hint.__annotations__)
             hints = typing.get_type_hints(hint, include_extras=True)
@@ -210,7 +208,7 @@ def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
     return members
 
 
-def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
+def check_job(beat: Heartbeat, allowed: str | None) -> None:
     """Raises Problem if the heartbeat reports another job than its token allows."""
     for process in beat.processes:
         if process.identity is not None and not may_report_job(allowed, process.identity.job):
@@ -221,7 +219,7 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
+def check_memory(beat: Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
         jobs = {update.identity.job for update in beat.processes if update.identity is not None}
@@ -255,7 +253,7 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
             count += fleet.count_members(family)
             limits.MEMBERS.check_share(count, total, family, _REMEDY)
     if new_identities or added_members:
-        limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
+        limits.MEMORY.check(limits.read_resident_bytes(), remedy=_REMEDY)
     if fleet.restricted_family is not None:
         _check_restriction(beat, growing, fleet)
 

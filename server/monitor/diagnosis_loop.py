@@ -15,8 +15,6 @@ from hangwatch.tracking.tenants import take_turns
 
 from ..core import limits, load
 from ..core.events import wait_for_event
-from ..core.limits import is_large, read_resident_bytes
-from ..core.load import GarbageScheduler
 from ..core.memory import (
     EVIDENCE_SHARE,
     GROWTH_SHARE,
@@ -61,7 +59,7 @@ class DiagnosisLoop:
     last_round_at: float = 0.0
     _diagnosis_turns: RoundTurns = field(default_factory=RoundTurns)
     _display_turns: RoundTurns = field(default_factory=RoundTurns)
-    _garbage: GarbageScheduler = field(default_factory=GarbageScheduler)
+    _garbage: load.GarbageScheduler = field(default_factory=load.GarbageScheduler)
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
@@ -175,7 +173,7 @@ class Retention:
             return
         self._memory_check_due_at = now + MEMORY_CHECK_INTERVAL_S
         fleet = self.shared.fleet
-        resident_bytes = read_resident_bytes()
+        resident_bytes = limits.read_resident_bytes()
         is_scarce = resident_bytes > GROWTH_SHARE * limits.MEMORY.maximum
         if not is_scarce:
             fleet.restricted_family = None
@@ -202,7 +200,7 @@ class Retention:
     def drop_attempt(self, attempt: Attempt) -> None:
         fleet = self.shared.fleet
         fleet.forget_attempt(attempt)
-        if is_large(attempt.rank_count):
+        if limits.is_large(attempt.rank_count):
             self._large_dropped.append(attempt)
         else:
             fleet.drop_processes(attempt, len(attempt.processes))

@@ -7,11 +7,10 @@ A server without clients that trace sends no requests, and a heartbeat only chec
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -120,7 +119,7 @@ class TraceSession(RankRequest[TracedRank]):
             "within_s": call.within_s,
             "pending": call.pending,
             "raised": call.raised,
-            "values": None if call.values is None else dataclasses.asdict(call.values),
+            "values": None if call.values is None else asdict(call.values),
         }
 
 

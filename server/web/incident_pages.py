@@ -22,7 +22,6 @@ from hangwatch.stacks.frames import find_user_frame
 from hangwatch.stacks.trees import merge_stacks
 
 from ..http import api
-from ..http.api import PageOf100
 from ..http.app_state import AppState, State
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
 from ..http.rendering import STYLESHEET_PATH, make_attachment, wants_json
@@ -76,7 +75,7 @@ routes = APIRouter()
 
 @routes.get("/incidents", include_in_schema=False)
 async def show_incidents(
-    state: State, request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
+    state: State, request: Request, listed: api.PageOf100, query: Annotated[IncidentsQuery, Query()]
 ) -> Response:
     if wants_json(request):
         return api.make_incidents_response(listed, _find_matching_records(state, query))
