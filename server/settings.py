@@ -201,11 +201,13 @@ class Settings(BaseSettings):
     @field_validator("abort_kinds", mode="before")
     @classmethod
     def _parse_abort_kinds(cls, value: Any) -> Any:
-        kinds = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
-        if not isinstance(kinds, (list, tuple)):
-            return kinds  # the type validation that follows rejects it
-        names = [str(getattr(kind, "value", kind)) for kind in kinds]
-        if unknown := [name for name in names if name not in policy.POSSIBLE_KINDS]:
+        if isinstance(value, str):
+            value = re.split(r"[\s,]+", value.strip(" ,"))
+        if not isinstance(value, (list, tuple)):
+            return value  # the type validation that follows rejects it
+        names = [str(getattr(kind, "value", kind)) for kind in value]
+        unknown = [name for name in names if name not in policy.POSSIBLE_KINDS]
+        if unknown:
             possible = ", ".join(sorted(policy.POSSIBLE_KINDS))
             raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
         return names

@@ -54,7 +54,8 @@ def find_memory_limit(
                     for name in ("memory.max", "memory.limit_in_bytes"):
                         with contextlib.suppress(OSError, ValueError):  # another version, or "max"
                             limits.append(int((folder / name).read_text()))
-    return min([MAX_MEMORY_BYTES, *(int(limit * _USABLE_SHARE) for limit in limits)])
+    usable = [int(limit * _USABLE_SHARE) for limit in limits]
+    return min([MAX_MEMORY_BYTES, *usable])
 
 
 def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, int]:

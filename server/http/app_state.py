@@ -154,8 +154,8 @@ class AppState:
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
         """The incidents of the job, with the status, about the rank; the newest first."""
-        records = sorted(self.shared.incidents.records.items(), reverse=True)
-        matching = [record for _, record in records]
+        records = self.shared.incidents.records
+        matching = [records[incident_id] for incident_id in sorted(records, reverse=True)]
         if job is not None:
             jobs = {job, *(attempt.job for attempt in self.shared.fleet.list_family(job))}
             matching = [record for record in matching if record.incident.job in jobs]

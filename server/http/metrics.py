@@ -177,18 +177,19 @@ def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[co
         stragglers = list_stragglers(state.get_ranked_groups(attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
-    totals_by_op = {
-        (job, op): totals
-        for job, job_totals in totals_by_job.items()
-        for op, totals in job_totals.operations.items()
-    }
-    calls = {key: totals.calls for key, totals in totals_by_op.items()}
+    calls = {}
+    sizes = {}
+    latencies = []
+    spreads = []
+    for job, job_totals in totals_by_job.items():
+        spreads.append(((job,), job_totals.spread))
+        for op, totals in job_totals.operations.items():
+            calls[job, op] = totals.calls
+            sizes[job, op] = totals.bytes
+            latencies.append(((job, op), totals.latency))
     yield make_metric("hangwatch_calls", calls, JOB, "op")
-    sizes = {key: totals.bytes for key, totals in totals_by_op.items()}
     yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
-    latencies = [(key, totals.latency) for key, totals in totals_by_op.items()]
     yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
-    spreads = [((job,), job_totals.spread) for job, job_totals in totals_by_job.items()]
     yield _make_histogram("hangwatch_arrival_spread_seconds", spreads, JOB)
     yield make_metric("hangwatch_straggler_waited_ratio", waited_ratios, JOB)
 
@@ -202,7 +203,9 @@ def make_metric(
         family = core.GaugeMetricFamily(name, GAUGES[name], labels=labels)
     else:
         family = core.CounterMetricFamily(name, COUNTERS[name], labels=labels)
-    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+    if not isinstance(values, Mapping):
+        values = {(): values}
+    for key, value in values.items():
         family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 

@@ -83,9 +83,8 @@ class PerformanceTotals:
             group.queued |= stream.completed is None
             members = stream.group.ranks
             if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
-                for spread_us in group.add_samples(
-                    rank, beat.agent, part.samples, self.clocks, now
-                ):
+                spreads_us = group.add_samples(rank, beat.agent, part.samples, self.clocks, now)
+                for spread_us in spreads_us:
                     job.spread.add_duration(spread_us)
 
     def get_job(self, attempt: Attempt) -> JobTotals:
@@ -245,10 +244,7 @@ class GroupTotals:
                 call.size_bytes = -1
             since_s = since_previous_us / 1e6 if since_previous_us >= 0 else math.inf
             call.arrivals[rank] = Arrival(
-                rank,
-                arrived_at=entered_us / 1e6,
-                host=agent,
-                since_previous_s=since_s,
+                rank, arrived_at=entered_us / 1e6, host=agent, since_previous_s=since_s
             )
             call.durations_us[rank] = duration_us
             if len(call.arrivals) == member_count:

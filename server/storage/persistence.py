@@ -181,13 +181,11 @@ class PersistenceWorker:
             self._pruned_at = now
             before = shared.clock.wall() - timedelta(days=self.retention_days)
             # The open incidents of running jobs are kept, whatever their age.
-            kept_ids = {
-                record.incident.id
-                for record in incidents.records.values()
-                if record.is_live
-                and (attempt := shared.fleet.attempts.get(record.attempt_key)) is not None
-                and not attempt.is_finished
-            }
+            kept_ids = set()
+            for record in incidents.records.values():
+                attempt = shared.fleet.attempts.get(record.attempt_key)
+                if record.is_live and attempt is not None and not attempt.is_finished:
+                    kept_ids.add(record.incident.id)
             deleted_ids = await asyncio.to_thread(
                 store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
             )

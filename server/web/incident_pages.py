@@ -218,10 +218,12 @@ def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
                 group_names[group.name] = group_name(group.name, group.desc)
                 ops[rank, stream.first_unfinished] = stream.op
     if incident.group:
-        group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
+        name = incident.group.name
+        group_names[name] = group_name(name, incident.group.desc)
     for call_class in incident.calls:
+        call = call_class.call
         for rank in call_class.ranks:
-            ops[rank, call_class.call.seq] = call_class.call.signature.op
+            ops[rank, call.seq] = call.signature.op
     return {"picture": picture, "group_names": group_names, "ops": ops}
 
 
