@@ -135,7 +135,7 @@ async def request_dump(state: State, body: DumpRequest, response: Response) -> D
     summary="The results of a dump so far",
 )
 async def show_dump(state: State, id: str) -> Dump:
-    dump = state.shared.dumps.get_request(id, state.now())
+    dump = state.shared.dumps.get_request(id)
     return Dump.model_validate(dump, from_attributes=True)
 
 
@@ -170,7 +170,7 @@ async def request_recording(
 )
 async def stop_recording(state: State, id: str) -> Recording:
     registry = state.shared.recordings
-    recording = registry.get_request(id, state.now())
+    recording = registry.get_request(id)
     attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
     if attempt is not None:
         registry.stop_recording(recording, attempt, state.now())
@@ -183,14 +183,14 @@ async def stop_recording(state: State, id: str) -> Recording:
     summary="The progress and the results of a recording",
 )
 async def show_recording(state: State, id: str) -> Recording:
-    recording = state.shared.recordings.get_request(id, state.now())
+    recording = state.shared.recordings.get_request(id)
     return await asyncio.to_thread(describe_recording, recording)
 
 
 async def _render_recording(
     state: AppState, id: str, render: Callable[[str, RankProfiles, int], str]
 ) -> str:
-    recording = state.shared.recordings.get_request(id, state.now())
+    recording = state.shared.recordings.get_request(id)
     if recording.status == "pending":
         raise Problem(
             409,

@@ -128,11 +128,11 @@ class PageRenderer:
         )
 
 
-def make_json_response(document: object, status_code: int = 200) -> Response:
+def make_json_response(document: object) -> Response:
     """The JSON of documents or plain dataclasses. A route's ``response_model`` only describes it: an
     incident may name 100,000 ranks, so a test validates the documents, not each request.
     """
-    return Response(msgspec.json.encode(document), status_code, media_type="application/json")
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def make_attachment(name: str, content: str | bytes, media_type: str) -> Response:

@@ -152,9 +152,9 @@ class RequestRegistry(Generic[Request]):
             request.expire_replies(now)
         return request
 
-    def get_request(self, id: str, now: float) -> Request:
-        """Raises Problem if the request is not kept."""
-        request = self.find_request(id, now)
+    def get_request(self, id: str) -> Request:
+        """The request as it is now. Raises Problem if it is not kept."""
+        request = self.find_request(id, self.clock.monotonic())
         if request is None:
             raise Problem(
                 404,
