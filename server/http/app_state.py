@@ -80,7 +80,8 @@ class AppState:
             return family
         attempt = fleet.attempts.get(AttemptKey(job, number))
         if attempt is None:
-            numbers = ", ".join(str(key.number) for key in sorted(fleet.attempts) if key.job == job)
+            keys = sorted(key for key in fleet.attempts if key.job == job)
+            numbers = ", ".join(str(key.number) for key in keys)
             detail = f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
             raise Problem(404, detail)
         return [attempt]

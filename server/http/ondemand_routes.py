@@ -284,11 +284,11 @@ async def show_text(state: State, id: str) -> Response:
 )
 async def download_stacks_speedscope(state: State, id: str) -> Response:
     incident = state.get_incident(id).incident
-    profiles = [
-        (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", [(stack.frames[::-1], 1)])
-        for stack in incident.stacks
-        if stack.frames
-    ]
+    profiles = []
+    for stack in incident.stacks:
+        if stack.frames:
+            name = f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}"
+            profiles.append((name, [(stack.frames[::-1], 1)]))
     document = json.dumps(make_speedscope_document(incident.summary, profiles, "none", rate=1))
     return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 

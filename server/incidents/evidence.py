@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
@@ -132,17 +131,17 @@ def make_stack(
     convert_date: DateConverter,
 ) -> MergedStack:
     """One thread of a sample, or the sample's error if there is no thread."""
+    frames = []
+    for frame in thread.frames if thread else ():
+        if frame.handler is not None or frame.polls is not None:
+            frame = replace(frame, handler=None, polls=None)
+        frames.append(frame)
     return MergedStack(
         ranks=tuple(ranks),
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=convert_date(sample.taken_at),
-        frames=tuple(
-            frame
-            if frame.handler is None and frame.polls is None
-            else replace(frame, handler=None, polls=None)
-            for frame in (thread.frames if thread else ())
-        ),
+        frames=tuple(frames),
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )
@@ -174,15 +173,15 @@ def collect_stacks(
     stacks += _limit_stacks(other_stacks, MAX_STACK_BYTES // 4)
     stacks += _merge_calling_stacks(victims, convert_date)
     if any(classify_activity(c.thread).waits.awaits_remote_call for c in (*culprits, *victims)):
-        executions = (
-            make_stack([rank], sample, thread, convert_date)
-            for rank, sample, _ in _find_callers(attempt, sorted(attempt.processes), None, since)
-            for thread in list_remote_executions(sample.threads)
-        )
         shown = {(stack.ranks, stack.thread) for stack in stacks}
-        stacks += islice(
-            (s for s in executions if (s.ranks, s.thread) not in shown), MAX_EXECUTIONS_SHOWN
-        )
+        executions = []
+        for rank, sample, _ in _find_callers(attempt, sorted(attempt.processes), None, since):
+            for thread in list_remote_executions(sample.threads):
+                if ((rank,), thread.thread) not in shown:
+                    executions.append(make_stack([rank], sample, thread, convert_date))
+            if len(executions) >= MAX_EXECUTIONS_SHOWN:
+                break
+        stacks += executions[:MAX_EXECUTIONS_SHOWN]
     covered = {rank for stack in stacks if stack.error is None for rank in stack.ranks}
     kept = []
     kept_ranks: set[int] = set()
@@ -224,15 +223,16 @@ def _merge_calling_stacks(
 ) -> list[MergedStack]:
     """One entry for all ranks whose stacks are equal; the most frequent first."""
     classes: dict[object, list[_Caller]] = {}
-    for found in callers:
-        sample = found.sample
-        thread = found.thread
+    for caller in callers:
+        _, sample, thread = caller
         merge_key = (sample.source, sample.error, thread and (thread.thread, thread.frames))
-        classes.setdefault(merge_key, []).append(found)
-    return [
-        make_stack([f.rank for f in equal], equal[0].sample, equal[0].thread, convert_date)
-        for equal in sorted(classes.values(), key=len, reverse=True)
-    ]
+        classes.setdefault(merge_key, []).append(caller)
+    stacks = []
+    for equal in sorted(classes.values(), key=len, reverse=True):
+        ranks = [caller.rank for caller in equal]
+        _, sample, thread = equal[0]
+        stacks.append(make_stack(ranks, sample, thread, convert_date))
+    return stacks
 
 
 def _keep_unchanged(

@@ -60,10 +60,10 @@ class JobClaims:
         if beat.servers < 2:
             return
         named = {update.identity.job for update in beat.processes if update.identity is not None}
-        jobs = sorted(map(get_family, named or self.shared.fleet.list_jobs(beat.agent)))
+        jobs = named or self.shared.fleet.list_jobs(beat.agent)
         if not jobs:
             return
-        job = jobs[0]  # all other jobs of the host follow it
+        job = min(map(get_family, jobs))  # all other jobs of the host follow it
         self._used_at[job] = self.shared.now()
         if job in self._held:
             return

@@ -132,9 +132,10 @@ def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
     blocks: dict[str, list[int]] = {}
     for rank in expected:
         blocks.setdefault(labels[rank], []).append(rank)
+    packed_blocks = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
     return {
         "ranks": pack_ranks(expected),
-        "blocks": json.dumps([[label, pack_ranks(ranks)] for label, ranks in blocks.items()]),
+        "blocks": json.dumps(packed_blocks),
         "by": by,
         "choices": choices,
     }
