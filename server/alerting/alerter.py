@@ -56,10 +56,14 @@ class Delivery:
     channel: str  # the channel's key
 
 
-@dataclass(slots=True)
-class MessageQueue:
-    """The messages that wait for one channel."""
+@dataclass(slots=True, kw_only=True)
+class ChannelQueue:
+    """The messages that wait for one channel, and the thread that sends them once there is one."""
 
+    channel: AlertChannel
+    sent: int = 0
+    failed: int = 0
+    thread: threading.Thread | None = None
     _waiting: TurnQueue[tuple[AlertMessage, Delivery]] = field(default_factory=TurnQueue)
     _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -86,17 +90,6 @@ class MessageQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-
-
-@dataclass(slots=True, kw_only=True)
-class ChannelQueue:
-    """One channel's messages, and the thread that sends them once there is one."""
-
-    channel: AlertChannel
-    sent: int = 0
-    failed: int = 0
-    messages: MessageQueue = field(default_factory=MessageQueue)
-    thread: threading.Thread | None = None
 
 
 class Alerter:
@@ -149,7 +142,7 @@ class Alerter:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
         self._stopping.set()
         for waiting in self.queues.values():
-            waiting.messages.close()
+            waiting.close()
         for waiting in self.queues.values():
             if waiting.thread is not None:
                 waiting.thread.join(CLOSE_TIMEOUT_S)
@@ -161,7 +154,7 @@ class Alerter:
     def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
         name = waiting.channel.name
-        if not waiting.messages.put(get_family(job), message, delivery):
+        if not waiting.put(get_family(job), message, delivery):
             waiting.failed += 1
             self.refusals[limits.QUEUED_ALERTS.name] += 1
             self.print_line(
@@ -188,19 +181,21 @@ class Alerter:
                     " tried again"
                 )
 
+        delay = tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
+        jitter = tenacity.wait_random(0, self._first_retry_delay_s)
+        is_too_old = tenacity.stop_after_delay(self._retry_limit_s)
+        is_stopping = tenacity.stop_when_event_set(self._stopping)
         send_with_retries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: not (isinstance(error, AlertChannelError) and error.final)
             ),
-            wait=tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
-            + tenacity.wait_random(0, self._first_retry_delay_s),
-            stop=tenacity.stop_after_delay(self._retry_limit_s)
-            | tenacity.stop_when_event_set(self._stopping),
+            wait=delay + jitter,
+            stop=is_too_old | is_stopping,
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=report_first_failure,
             reraise=True,
         )
-        while (queued := waiting.messages.take()) is not None and not self._stopping.is_set():
+        while (queued := waiting.take()) is not None and not self._stopping.is_set():
             message, delivery = queued
             try:
                 send_with_retries(channel.send_message, message)
