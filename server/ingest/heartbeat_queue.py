@@ -110,10 +110,12 @@ class HeartbeatQueue:
             self._draining = None
 
     def _apply_slice(self) -> bool:
-        """Applies heartbeats for `SLICE_S`. Returns False if none is queued of a family that does not rest."""
+        """Applies heartbeats for `SLICE_S`, and at least one: other processes may take the CPU for that long.
+        Returns False if none is queued of a family that does not rest.
+        """
         until = time.monotonic() + SLICE_S
         has_applied = False
-        while time.monotonic() < until:
+        while not has_applied or time.monotonic() < until:
             queued = self._queued.take(self._resting)
             if queued is None:
                 break

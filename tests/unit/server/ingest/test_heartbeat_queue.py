@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
 
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
+from hangwatch.server.ingest import heartbeat_queue
 from hangwatch.server.ingest.heartbeat_queue import LONG_S, SLICE_S, HeartbeatQueue
 
 
@@ -102,6 +107,20 @@ def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
     some = asyncio.run(run_diagnosis(40 * SLICE_S))
     assert {76, 77, 78, 79} <= set(some) and len(some) < 60
     assert len(asyncio.run(run_diagnosis(60.0))) == 80
+
+
+def test_queue_is_emptied_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) * 1.01 * SLICE_S)
+    monkeypatch.setattr(heartbeat_queue, "time", clock)
+
+    async def submit_all() -> list[int]:
+        harness = QueueHarness()
+        replies = [harness.submit_heartbeat(n) for n in range(4)]
+        await asyncio.wait_for(asyncio.gather(*replies), 5.0)
+        return harness.ingested
+
+    assert asyncio.run(submit_all()) == [0, 1, 2, 3]
 
 
 def test_unreadable_heartbeat_fails_alone() -> None:
