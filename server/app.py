@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
+from pydantic import RootModel, TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hangwatch import __version__
+from hangwatch.protocol.heartbeat import Heartbeat
 
 from .alerting.alerter import Alerter
-from .core import limits
+from .core import limits, problems
 from .core.clock import Clock
 from .core.memory import find_memory_limit
 from .core.peers import PeerConnections
 from .core.problems import Problem
-from .http import (
-    access,
-    api,
-    heartbeats,
-    mcp_endpoint,
-    metrics,
-    ondemand_routes,
-    openapi,
-    rendering,
-)
+from .http import access, api, heartbeats, mcp_endpoint, metrics, ondemand_routes, rendering
 from .http.app_state import AppState, State
 from .monitor.watch import Watch
 from .settings import Settings
@@ -42,6 +37,16 @@ from .storage.store import Store
 from .web import incident_pages, performance_pages, ranks_page
 
 MAX_VALIDATION_ERRORS = 20  # in one answer
+
+_PROBLEM_RESPONSE = {
+    "description": "What is wrong, and the remedy, as an RFC 9457 problem document",
+    "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+# All routes have these responses. FastAPI describes no 422 of its own where there is a "4XX".
+_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": _PROBLEM_RESPONSE,
+    "5XX": _PROBLEM_RESPONSE,
+}
 
 _operations = APIRouter(tags=["operations"])
 
@@ -89,7 +94,7 @@ def build_app(
         lifespan=lambda _: _run_tasks(state, mcp),
         docs_url=None,
         redoc_url=None,
-        responses=openapi.ERROR_RESPONSES,
+        responses=_ERROR_RESPONSES,
     )
     app.state.hangwatch = state
     for kind in (Problem, HTTPException, RequestValidationError, Exception):
@@ -107,7 +112,7 @@ def build_app(
         app.include_router(routes)
     app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
-    openapi.install_openapi(app, token)
+    _complete_openapi(app, token)
     gate = access.RequestGate(app, authenticator, settings.path_prefix)
     return heartbeats.HeartbeatFastPath(gate, agent_endpoint, settings.path_prefix), state
 
@@ -148,10 +153,45 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     )
 
 
+class HeartbeatBody(RootModel[Heartbeat]):
+    """What a node agent reports about its host."""  # this text is part of /openapi.json
+
+
+def _complete_openapi(app: FastAPI, token: str | None) -> None:
+    """Adds to ``/openapi.json`` what FastAPI cannot derive from the routes: the problem documents, the token,
+    and the heartbeat, which no FastAPI route parses.
+    """
+    generate = app.openapi
+
+    @functools.cache
+    def build_document() -> dict[str, Any]:
+        document = generate()
+        heartbeat = TypeAdapter(HeartbeatBody).json_schema(
+            ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"] |= {
+            **heartbeat.pop("$defs"),
+            HeartbeatBody.__name__: heartbeat,
+            "Problem": problems.PROBLEM_SCHEMA,
+        }
+        for path in access.PUBLIC_PATHS & document["paths"].keys():
+            for operation in document["paths"][path].values():
+                operation["security"] = []
+        if token is not None:
+            document["components"]["securitySchemes"] = {
+                "token": {"type": "http", "scheme": "bearer"}
+            }
+            document["security"] = [{"token": []}]
+        return document
+
+    app.openapi = build_document  # type: ignore[method-assign]
+
+
 @contextlib.asynccontextmanager
 async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
     """Runs everything that requests do not start."""
-    persistence, job_claims = state.watch.persistence, state.watch.job_claims
+    persistence = state.watch.persistence
+    job_claims = state.watch.job_claims
     persistence.resume_deliveries(persistence.store.load_deliveries())
     state.tasks.start_task("diagnosis", state.watch.loop.run)
     state.tasks.start_task("storage and alerts", persistence.run)

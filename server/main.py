@@ -21,14 +21,13 @@ from hangwatch.model.ownership import check_ownership
 from .alerting.alerter import send_test_messages
 from .app import build_app
 from .core import limits, load
-from .core.load import ThrottledListener
 from .core.logs import configure_logging
 from .http.connections import HttpServer
 from .settings import (
+    CONFIG_FILE_NAME,
     TEST_ALERT_FLAG,
     Settings,
     SettingsError,
-    find_config_file,
     load_settings,
     reveal_secret,
 )
@@ -128,16 +127,16 @@ def _check_certificate(settings: Settings) -> None:
         )
     except OSError as error:  # the base class of ssl.SSLError
         why = getattr(error, "reason", None) or error.strerror or error
-        files = f"--tls-cert {settings.tls_cert}" + (
-            f", --tls-key {settings.tls_key}" if settings.tls_key else ""
-        )
+        files = f"--tls-cert {settings.tls_cert}"
+        if settings.tls_key:
+            files = f"{files}, --tls-key {settings.tls_key}"
         raise StartError(
             f"{files}: {why}; both should be readable PEM files that belong together, the key"
             " without a passphrase"
         ) from None
 
 
-def listen(host: str, port: int) -> ThrottledListener:
+def listen(host: str, port: int) -> load.ThrottledListener:
     """A listening socket. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -148,7 +147,7 @@ def listen(host: str, port: int) -> ThrottledListener:
             f"--host {host}: {error.strerror or error}; give an address of this machine, such as"
             " 0.0.0.0"
         ) from None
-    listening = ThrottledListener(family, kind, protocol)
+    listening = load.ThrottledListener(family, kind, protocol)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
@@ -192,13 +191,11 @@ def kept_token(data_dir: Path) -> str:
 
 def announce(settings: Settings, base_url: str, token: str | None) -> None:
     """Prints the line that training jobs need to stdout, and messages for users to stderr."""
-    config_file = find_config_file()
-    print(
-        f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
-        f" {settings.data_dir}" + (f", settings from {config_file}" if config_file else ""),
-        file=sys.stderr,
-        flush=True,
-    )
+    places = f"dashboard at {base_url}/ranks, incidents in {settings.data_dir}"
+    config_file = Path(CONFIG_FILE_NAME)
+    if config_file.is_file():
+        places = f"{places}, settings from {config_file.absolute()}"
+    print(f"hangwatch-server {__version__}: {places}", file=sys.stderr, flush=True)
     shown = ""
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)

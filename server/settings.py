@@ -184,7 +184,10 @@ class Settings(BaseSettings):
     def make_alert_channels(self) -> list[channels.AlertChannel]:
         """The alert channels that the settings name."""
         secret = reveal_secret(self.alert_secret)
-        return channels.make_channels(self.alert, secret, self.alert_command)
+        made = [channels.make_channel(url, secret) for url in self.alert]
+        if self.alert_command is not None:
+            made.append(channels.CommandChannel(address=self.alert_command))
+        return made
 
     @field_validator("alert", mode="before")
     @classmethod
@@ -198,11 +201,13 @@ class Settings(BaseSettings):
     @field_validator("abort_kinds", mode="before")
     @classmethod
     def _parse_abort_kinds(cls, value: Any) -> Any:
-        kinds = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
-        if not isinstance(kinds, (list, tuple)):
-            return kinds  # the type validation that follows rejects it
-        names = [str(getattr(kind, "value", kind)) for kind in kinds]
-        if unknown := [name for name in names if name not in policy.POSSIBLE_KINDS]:
+        if isinstance(value, str):
+            value = re.split(r"[\s,]+", value.strip(" ,"))
+        if not isinstance(value, (list, tuple)):
+            return value  # the type validation that follows rejects it
+        names = [str(getattr(kind, "value", kind)) for kind in value]
+        unknown = [name for name in names if name not in policy.POSSIBLE_KINDS]
+        if unknown:
             possible = ", ".join(sorted(policy.POSSIBLE_KINDS))
             raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
         return names
@@ -262,12 +267,6 @@ class _OwnTomlFile(TomlConfigSettingsSource):
         return super()._read_file(file_path)
 
 
-def find_config_file() -> Path | None:
-    """The file whose settings are used; None if there is none."""
-    file = Path(CONFIG_FILE_NAME)
-    return file.absolute() if file.is_file() else None
-
-
 def reveal_secret(secret: SecretStr | None) -> str | None:
     return None if secret is None else secret.get_secret_value()
 
@@ -285,7 +284,7 @@ def load_settings(argv: Sequence[str]) -> Settings:
     try:
         return Settings(**flag_values)
     except ValidationError as error:
-        explanations: list[str] = []
+        explanations = []
         for problem in error.errors(include_input=False):
             name = str(problem["loc"][0]) if problem["loc"] else ""
             text = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")

@@ -56,10 +56,14 @@ class Delivery:
     channel: str  # the channel's key
 
 
-@dataclass(slots=True)
-class MessageQueue:
-    """The messages that wait for one channel."""
+@dataclass(slots=True, kw_only=True)
+class ChannelQueue:
+    """The messages that wait for one channel, and the thread that sends them once there is one."""
 
+    channel: AlertChannel
+    sent: int = 0
+    failed: int = 0
+    thread: threading.Thread | None = None
     _waiting: TurnQueue[tuple[AlertMessage, Delivery]] = field(default_factory=TurnQueue)
     _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -67,7 +71,8 @@ class MessageQueue:
     def put(self, family: str, message: AlertMessage, delivery: Delivery) -> bool:
         """Returns False if the family or all together have too many."""
         with self._changed:
-            count, total = self._waiting.count(family) + 1, len(self._waiting) + 1
+            count = self._waiting.count(family) + 1
+            total = len(self._waiting) + 1
             limit = limits.QUEUED_ALERTS
             if total > limit.maximum or count > limit.find_share(count, total):
                 return False
@@ -87,17 +92,6 @@ class MessageQueue:
             self._changed.notify()
 
 
-@dataclass(slots=True, kw_only=True)
-class ChannelQueue:
-    """One channel's messages, and the thread that sends them once there is one."""
-
-    channel: AlertChannel
-    sent: int = 0
-    failed: int = 0
-    messages: MessageQueue = field(default_factory=MessageQueue)
-    thread: threading.Thread | None = None
-
-
 class Alerter:
     """Prints alerts on stderr and sends them to all channels, each in a thread of its own and in
     order. Those threads call ``delivered`` once a channel accepted a message, or never will.
@@ -113,8 +107,11 @@ class Alerter:
         first_retry_delay_s: float = FIRST_RETRY_DELAY_S,
         retry_limit_s: float = RETRY_LIMIT_S,
     ) -> None:
-        self._base_url, self._delivered, self._out = base_url, delivered, out
-        self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
+        self._base_url = base_url
+        self._delivered = delivered
+        self._out = out
+        self._first_retry_delay_s = first_retry_delay_s
+        self._retry_limit_s = retry_limit_s
         self._stopping = threading.Event()
         self.queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
         self.refusals: Counter[str] = Counter()  # by limit
@@ -145,7 +142,7 @@ class Alerter:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
         self._stopping.set()
         for waiting in self.queues.values():
-            waiting.messages.close()
+            waiting.close()
         for waiting in self.queues.values():
             if waiting.thread is not None:
                 waiting.thread.join(CLOSE_TIMEOUT_S)
@@ -157,7 +154,7 @@ class Alerter:
     def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
         name = waiting.channel.name
-        if not waiting.messages.put(get_family(job), message, delivery):
+        if not waiting.put(get_family(job), message, delivery):
             waiting.failed += 1
             self.refusals[limits.QUEUED_ALERTS.name] += 1
             self.print_line(
@@ -184,19 +181,21 @@ class Alerter:
                     " tried again"
                 )
 
+        delay = tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
+        jitter = tenacity.wait_random(0, self._first_retry_delay_s)
+        is_too_old = tenacity.stop_after_delay(self._retry_limit_s)
+        is_stopping = tenacity.stop_when_event_set(self._stopping)
         send_with_retries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: not (isinstance(error, AlertChannelError) and error.final)
             ),
-            wait=tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
-            + tenacity.wait_random(0, self._first_retry_delay_s),
-            stop=tenacity.stop_after_delay(self._retry_limit_s)
-            | tenacity.stop_when_event_set(self._stopping),
+            wait=delay + jitter,
+            stop=is_too_old | is_stopping,
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=report_first_failure,
             reraise=True,
         )
-        while (queued := waiting.messages.take()) is not None and not self._stopping.is_set():
+        while (queued := waiting.take()) is not None and not self._stopping.is_set():
             message, delivery = queued
             try:
                 send_with_retries(channel.send_message, message)
@@ -266,7 +265,7 @@ def send_test_messages(
         advice="This is a test of hangwatch's alerts; nothing hangs.",
         body={"id": "test", "url": f"{base_url}/incidents"},
     )
-    results: list[tuple[str, str | None]] = []
+    results = []
     for channel in channels:
         problem = None
         try:
@@ -291,7 +290,8 @@ def take_due_event(
     if record.is_open and record.alerted_severity not in (Severity.ALERT, incident.severity):
         if not ready:
             return None
-        record.alerted_severity, record.alerted_at = incident.severity, now
+        record.alerted_severity = incident.severity
+        record.alerted_at = now
         return OPENED
     if record.alerted_severity is not Severity.ALERT:
         return None
@@ -303,5 +303,6 @@ def take_due_event(
     is_due = at is None or (now - at).total_seconds() >= repeat_after
     if not (hangs_on and repeat_after and is_due):
         return None
-    record.alerted_at, record.reminders = now, record.reminders + 1
+    record.alerted_at = now
+    record.reminders += 1
     return f"{REMINDER}-{record.reminders}"

@@ -26,7 +26,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from urllib.parse import quote, unquote, urlsplit
 import httpx
 
 from hangwatch.model.ownership import check_ownership
-from hangwatch.report.text import format_site, name_ranks, truncate_end
+from hangwatch.report.text import Document, format_site, name_ranks, truncate_end
 
 POST_TIMEOUT_S = 10.0  # the time for the whole request
 COMMAND_TIMEOUT_S = 30.0
@@ -86,7 +86,7 @@ class AlertMessage:
     event: str  # opened, reminder, planned, aborting, aborted, resolved, test
     title: str
     advice: str
-    body: dict[str, Any]  # the incident, for programs
+    body: Document  # the incident, for programs
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ class AlertMessage:
         return f"{self.advice}\n{self.url}" if self.advice else self.url
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """The whole message, for programs."""
         return {"event": self.event, "text": f"{self.title}\n{self.text}", **self.body}
 
@@ -152,16 +152,6 @@ def post_content(
         final = response.is_client_error and response.status_code not in (408, 425, 429)
         raise AlertChannelError(f"it answered {response.status_code}", final=final)
     return response
-
-
-def make_channels(
-    urls: Sequence[str], secret: str | None, command: str | None
-) -> list[AlertChannel]:
-    """A channel for each setting. Raises ValueError for a URL that `make_channel` refuses."""
-    channels = [make_channel(url, secret) for url in urls]
-    if command is not None:
-        channels.append(CommandChannel(address=command))
-    return channels
 
 
 def make_channel(url: str, secret: str | None = None) -> AlertChannel:
@@ -234,7 +224,8 @@ class Webhook(AlertChannel):
     @property
     def name(self) -> str:
         parts = urlsplit(self.address)  # the path and the user info are secrets of many services
-        return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+        address = f"{parts.scheme}://{parts.hostname}"
+        return f"{address}:{parts.port}" if parts.port else address
 
     def send_message(self, message: AlertMessage) -> None:
         content = json.dumps(message.document).encode()
@@ -333,10 +324,10 @@ class CommandChannel(AlertChannel):
         except OSError as error:
             raise AlertChannelError(f"it cannot be run: {error.strerror}") from None
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            raise AlertChannelError(
-                f"it ended with status {done.returncode}" + (f": {last[0][:200]}" if last else "")
-            )
+            problem = f"it ended with status {done.returncode}"
+            if lines := done.stderr.strip().splitlines():
+                problem = f"{problem}: {lines[-1][:200]}"
+            raise AlertChannelError(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +445,7 @@ class Opsgenie(AlertChannel):
         alias = message.incident_id
         if message.event == "resolved":
             path = f"/v2/alerts/{quote(alias, safe='')}/close?identifierType=alias"
-            content: dict[str, Any] = {"source": "hangwatch", "note": message.title}
+            content: Document = {"source": "hangwatch", "note": message.title}
         else:
             path = "/v2/alerts"
             content = {
@@ -479,11 +470,11 @@ def _make_details(message: AlertMessage) -> dict[str, str]:
     return details
 
 
-def build_slack_message(message: AlertMessage) -> dict[str, Any]:
+def build_slack_message(message: AlertMessage) -> Document:
     """A message with the verdict, culprit, line and a link. Notifications show its ``text``."""
     label, _, sentence = message.title.partition(" job ")
     header = _make_plain_text(f"{_ICONS.get(message.event, '🛑')} {label}", _MAX_HEADER)
-    blocks: list[dict[str, Any]] = [
+    blocks: list[Document] = [
         {"type": "header", "text": header},
         {"type": "section", "text": _make_plain_text(f"job {sentence}", _MAX_SECTION)},
     ]
@@ -498,16 +489,14 @@ def build_slack_message(message: AlertMessage) -> dict[str, Any]:
     return {"text": truncate_end(text, _MAX_SECTION), "blocks": blocks}
 
 
-def _make_plain_text(text: str, limit: int) -> dict[str, Any]:
+def _make_plain_text(text: str, limit: int) -> Document:
     return {"type": "plain_text", "text": truncate_end(text, limit) or "-", "emoji": False}
 
 
-def build_teams_message(message: AlertMessage) -> dict[str, Any]:
+def build_teams_message(message: AlertMessage) -> Document:
     """A card for an incoming webhook, or for a workflow that posts what it receives."""
     colour = _TITLE_COLOURS.get(message.event, "Attention")
-    body: list[dict[str, Any]] = [
-        _make_text_block(message.title, weight="Bolder", size="Medium", color=colour)
-    ]
+    body = [_make_text_block(message.title, weight="Bolder", size="Medium", color=colour)]
     facts = [
         {"title": name, "value": value.translate(_TEAMS_ESCAPES)}
         for name, value in _iter_facts(message)
@@ -528,7 +517,7 @@ def build_teams_message(message: AlertMessage) -> dict[str, Any]:
     return {"type": "message", "attachments": [attachment]}
 
 
-def _make_text_block(text: str, **style: str) -> dict[str, Any]:
+def _make_text_block(text: str, **style: str) -> Document:
     return {"type": "TextBlock", "text": text.translate(_TEAMS_ESCAPES), "wrap": True, **style}
 
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from fastapi.responses import StreamingResponse
+
+from .problems import Problem
 
 MAX_KEPT_EVENTS = 4096
 MAX_KEPT_BYTES = 32 << 20  # the events of a large job have 100,000 ranks
 KEEP_ALIVE_S = 15.0  # a comment after this time without events makes proxies keep the connection
+MAX_READERS = 256  # the readers of all streams together
 
 
 def encode_event(kind: str, data: object) -> str:
@@ -78,6 +82,29 @@ class EventLog:
                 yield text
             if not await wait_for_event(KEEP_ALIVE_S, changed):  # any later event has set it
                 yield ": still here\n\n"
+
+    def make_response(self, stream: AsyncIterator[str]) -> StreamingResponse:
+        """Sends a stream of events until its reader disconnects. Raises Problem if there are too many readers."""
+        readers = self.readers
+        if len(readers) >= MAX_READERS:
+            raise Problem(
+                503,
+                f"{MAX_READERS} clients already read event streams of this server: close some",
+                headers={"Retry-After": "30"},
+            )
+
+        async def track_reader() -> AsyncIterator[str]:
+            reader = object()
+            readers.add(reader)
+            try:
+                async for part in stream:
+                    yield part
+            finally:
+                readers.discard(reader)
+
+        return StreamingResponse(
+            track_reader(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
 
     def _wake_readers(self) -> None:
         self._changed.set()

@@ -128,7 +128,8 @@ class GarbageScheduler:
     def update(self, processes: int, now: float) -> None:
         """Freezes the state if the number of known processes has grown or is steady."""
         if processes != self._known:
-            self._known, self._steady_since = processes, now
+            self._known = processes
+            self._steady_since = now
         added = processes - self._frozen
         has_grown = added > max(MIN_PROCESSES, self._frozen // 4)
         is_steady = now - self._steady_since > STEADY_AFTER_S and processes >= MIN_PROCESSES

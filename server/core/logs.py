@@ -58,7 +58,10 @@ class LogLimit:
     def end_window(self) -> None:
         """Logs how many messages of each kind were left out, and begins to count anew."""
         with self._lock:
-            left_out, self._left_out, self._passed, self._timer = self._left_out, {}, {}, None
+            left_out = self._left_out
+            self._left_out = {}
+            self._passed = {}
+            self._timer = None
         for (path, line, *_), count in left_out.items():
             log.warning("left out %d more messages like those of %s:%d", count, path, line)
 

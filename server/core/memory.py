@@ -10,7 +10,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from hangwatch.model.calls import Call
 from hangwatch.protocol.heartbeat import get_family
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process, StackSample
@@ -28,6 +27,8 @@ MIN_SAMPLE_BYTES = MIN_JOB_BYTES = 8 << 20
 # Approximate sizes, as measured with CPython 3.11 on x86-64
 _PROCESS_BYTES, _STREAM_BYTES, _CALL_BYTES, _NUMBER_BYTES, _MEMBER_BYTES = 1500, 1400, 600, 32, 40
 
+_HeldSample = tuple[StackSample, Process]
+
 
 def find_memory_limit(
     proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
@@ -35,7 +36,7 @@ def find_memory_limit(
     """The bytes that the server may use. Sources: proc(5), and Documentation/admin-guide/cgroup-v{1,2} of
     the kernel.
     """
-    limits: list[int] = []
+    limits = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         meminfo = (proc / "meminfo").read_text(encoding="ascii")
         limits.append(int(meminfo.partition("MemTotal:")[2].split()[0]) << 10)
@@ -53,7 +54,8 @@ def find_memory_limit(
                     for name in ("memory.max", "memory.limit_in_bytes"):
                         with contextlib.suppress(OSError, ValueError):  # another version, or "max"
                             limits.append(int((folder / name).read_text()))
-    return min([MAX_MEMORY_BYTES, *(int(limit * _USABLE_SHARE) for limit in limits)])
+    usable = [int(limit * _USABLE_SHARE) for limit in limits]
+    return min([MAX_MEMORY_BYTES, *usable])
 
 
 def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, int]:
@@ -61,21 +63,22 @@ def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, i
     how many of each family of jobs.
     """
     held_bytes: defaultdict[str, int] = defaultdict(int)
-    held: defaultdict[str, list[tuple[StackSample, Process]]] = defaultdict(list)
+    held: defaultdict[str, list[_HeldSample]] = defaultdict(list)
     for process in processes:
         if process.samples:
             family = get_family(process.attempt.job)
             for sample in process.samples:
                 held_bytes[family] += sample.size_bytes
                 held[family].append((sample, process))
-    queues: dict[str, deque[tuple[StackSample, Process]]] = {}
+    queues: dict[str, deque[_HeldSample]] = {}
     dropped: defaultdict[str, int] = defaultdict(int)
     while excess_bytes > 0 and held_bytes:
-        family = max(held_bytes, key=lambda family: held_bytes[family])
+        family = max(held_bytes, key=held_bytes.__getitem__)
         if held_bytes[family] <= MIN_SAMPLE_BYTES:
             break
         if family not in queues:
-            queues[family] = deque(sorted(held[family], key=lambda entry: entry[0].taken_at))
+            held[family].sort(key=lambda entry: entry[0].taken_at)
+            queues[family] = deque(held[family])
         sample, process = queues[family].popleft()
         process.samples = tuple(kept for kept in process.samples if kept is not sample)
         held_bytes[family] -= sample.size_bytes
@@ -90,27 +93,22 @@ def find_largest_family(fleet: Fleet) -> str | None:
         {family: _MEMBER_BYTES * fleet.count_members(family) for family in fleet.process_counts}
     )
     for process in fleet.processes.values():
-        held_bytes[get_family(process.attempt.job)] += _measure_process(process)
-    largest = held_bytes.most_common(1)
-    return largest[0][0] if largest and largest[0][1] > MIN_JOB_BYTES else None
-
-
-def _measure_process(process: Process) -> int:
-    """The approximate memory of a process, without what it shares with the others of its attempt."""
-    identity = process.identity
-    size = _PROCESS_BYTES + len(identity.program) + len(identity.unrecorded) + len(identity.on_hang)
-    for stream in process.streams.values():
-        group = stream.group
-        size += _STREAM_BYTES + len(group.name) + len(group.desc) + len(group.backend)
-        if stream.calls:
-            size += sum(map(_measure_call, stream.calls.values()))
-    return size
-
-
-def _measure_call(call: Call) -> int:
-    signature = call.signature
-    numbers = sum(map(len, signature.shapes)) + sum(map(len, signature.splits or ()))
-    return _CALL_BYTES + _NUMBER_BYTES * numbers + len(signature.detail or "")
+        identity = process.identity
+        size = _PROCESS_BYTES
+        size += len(identity.program) + len(identity.unrecorded) + len(identity.on_hang)
+        for stream in process.streams.values():
+            group = stream.group
+            size += _STREAM_BYTES + len(group.name) + len(group.desc) + len(group.backend)
+            for call in stream.calls.values():
+                signature = call.signature
+                lists = (*signature.shapes, *(signature.splits or ()))
+                size += _CALL_BYTES + _NUMBER_BYTES * sum(map(len, lists))
+                size += len(signature.detail or "")
+        held_bytes[get_family(process.attempt.job)] += size
+    for family, size_bytes in held_bytes.most_common(1):
+        if size_bytes > MIN_JOB_BYTES:
+            return family
+    return None
 
 
 def return_freed_memory() -> None:

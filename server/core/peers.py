@@ -22,7 +22,6 @@ from hangwatch.model.ownership import is_trusted_uid
 from hangwatch.protocol.local_peer import find_peer_uid
 
 from . import limits
-from .limits import Limit
 
 # An unauthenticated connection without a request for so long is closed if the peer opens another one.
 IDLE_AFTER_S = 1.0
@@ -89,7 +88,7 @@ class PeerConnections:
         self._connections[connection.fileno()] = connection
         return True
 
-    def _find_exceeded(self, peer: _Peer, now: float) -> Limit | None:
+    def _find_exceeded(self, peer: _Peer, now: float) -> limits.Limit | None:
         """The limit that one more connection of the peer would exceed. Makes room if its oldest one is
         idle: otherwise somebody could keep all others with the same address out.
         """
@@ -114,7 +113,9 @@ class PeerConnections:
     def forget(self, connection: PeerSocket) -> None:
         """Removes a connection that is about to be closed."""
         del self._connections[connection.fileno()]
-        peer, connection.peer, connection.peers = connection.peer, None, None
+        peer = connection.peer
+        connection.peer = None
+        connection.peers = None
         if peer is not None:
             peer.unauthenticated.pop(connection, None)
             peer.open_count -= 1

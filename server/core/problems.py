@@ -37,7 +37,9 @@ class Problem(Exception):
         **extra_members: Any,
     ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers = status, detail, headers
+        self.status = status
+        self.detail = detail
+        self.headers = headers
         self.extra_members = extra_members
 
     @property

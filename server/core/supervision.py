@@ -21,13 +21,6 @@ RECOVERED_AFTER_S = 15.0
 MAX_LOGGED_FAILURES = 100
 
 
-def choose_restart_delay(last_s: float, started_at: float) -> float:
-    """Seconds until what has ended is started again, after a delay of ``last_s`` the last time."""
-    if time.monotonic() - started_at > MAX_RESTART_DELAY_S:
-        return MIN_RESTART_DELAY_S
-    return min(MAX_RESTART_DELAY_S, 2 * last_s)
-
-
 @dataclass(slots=True)
 class FailureLog:
     """Errors of hangwatch in work on independent items: a failed item must not stop the others."""
@@ -68,9 +61,10 @@ class TaskSupervisor:
         self._parts[name] = _Part(task=task)
 
     async def stop_tasks(self) -> None:
-        for part in self._parts.values():
-            part.task.cancel()
-        await asyncio.gather(*(part.task for part in self._parts.values()), return_exceptions=True)
+        tasks = [part.task for part in self._parts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def list_down(self) -> list[str]:
         """The parts that failed within the last seconds."""
@@ -101,7 +95,9 @@ class TaskSupervisor:
                     name,
                     part.failures,
                 )
-            delay_s = choose_restart_delay(delay_s, started_at)
+            delay_s = min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            if time.monotonic() - started_at > MAX_RESTART_DELAY_S:
+                delay_s = MIN_RESTART_DELAY_S
             await asyncio.sleep(delay_s)
 
 

@@ -107,7 +107,9 @@ class Authenticator:
     def __init__(
         self, token: str | None, own_name: str, public_url: str | None, clock: Clock | None = None
     ) -> None:
-        self._token, self._own_name, self._public_url = token, own_name, public_url
+        self._token = token
+        self._own_name = own_name
+        self._public_url = public_url
         self._public_host = urlsplit(public_url or "").netloc
         self._clock = clock or Clock()
         self._run = secrets.token_hex(8)
@@ -115,7 +117,8 @@ class Authenticator:
 
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
-        token, host = self._token, headers.get("host")
+        token = self._token
+        host = headers.get("host")
         by_header = by_cookie = False
         if token is not None:
             by_header = has_token(headers, token)
@@ -205,7 +208,9 @@ class RecentMacs:
     def add(self, mac: str, now: float) -> bool:
         """Adds a signature. Returns False if it was added before."""
         if now - self._began_at > MAX_REQUEST_LEAD_S + MAX_REQUEST_AGE_S:
-            self._former, self._current, self._began_at = self._current, set(), now
+            self._former = self._current
+            self._current = set()
+            self._began_at = now
         if mac in self._current or mac in self._former:
             return False
         self._current.add(mac)
@@ -268,12 +273,15 @@ class RequestGate:
     """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, prefix: str) -> None:
-        self._app, self._authenticator, self._prefix = app, authenticator, prefix
+        self._app = app
+        self._authenticator = authenticator
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        prefix, path = self._prefix, scope["path"]
+        prefix = self._prefix
+        path = scope["path"]
         if prefix:
             if path == prefix or not path.startswith(prefix + "/"):
                 path = prefix + (path.removeprefix(prefix) or "/")
@@ -320,7 +328,8 @@ def build_router(state: AppState) -> APIRouter:
         body = await read_body(request.receive, limits.LOGIN_FORM)
         address = request.client.host if request.client else ""
         form = dict(parse_qsl(body.decode("utf-8", "replace")))
-        given, target = form.get("token", "").strip(), _sanitize_redirect(form.get("next", "/"))
+        given = form.get("token", "").strip()
+        target = _sanitize_redirect(form.get("next", "/"))
         if state.token is not None and not _constant_time_equal(given, state.token):
             # The right token is accepted all the same: behind a proxy, all people have one address.
             if (wait := failures.wait_s(address, state.now())) > 0:
@@ -349,7 +358,8 @@ def build_router(state: AppState) -> APIRouter:
 async def read_body(receive: Receive, limit: limits.Limit, remedy: str = "") -> bytes:
     """Raises Problem if the body is larger than the limit, and ClientDisconnect if it ends early."""
     parts: list[bytes] = []
-    size, has_more = 0, True
+    size = 0
+    has_more = True
     while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -377,7 +387,9 @@ class LoginFailures:
     def wait_s(self, address: str, now: float) -> float:
         """Seconds until another attempt is accepted."""
         times = self._failed_at.get(address, deque())
-        return max(0.0, times[0] + FAILURE_WINDOW_S - now) if len(times) == MAX_FAILURES else 0.0
+        if len(times) < MAX_FAILURES:
+            return 0.0
+        return max(0.0, times[0] + FAILURE_WINDOW_S - now)
 
     def add_failure(self, address: str, now: float) -> None:
         self._failed_at.setdefault(address, deque(maxlen=MAX_FAILURES)).append(now)

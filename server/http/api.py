@@ -31,7 +31,6 @@ from ..core.problems import Problem
 from ..core.schema import ApiModel, describe_document
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
-from . import stream
 from .app_state import State
 from .rendering import make_attachment, make_json_response
 
@@ -78,7 +77,8 @@ class PageRequest:
                 f"the list has no item {self.after!r} to continue after: start again without ?after=",
             )
         chosen: list[Row] = []
-        weight, next_url = 0, None
+        weight = 0
+        next_url = None
         for row in remaining:
             weight += count_members(row)
             if len(chosen) == self.limit or (chosen and weight > MAX_MEMBERS_PER_PAGE):
@@ -249,11 +249,13 @@ async def show_incident(state: State, id: str) -> Response:
 async def download_bundle(state: State, id: str) -> Response:
     record = state.get_incident(id)
     incident = record.incident
-    ranks: list[RankView] = []
+    ranks = []
     attempt = state.shared.fleet.attempts.get(record.attempt_key)
     if attempt is not None:
-        states, now = state.get_rank_states(attempt), state.now()
-        described, is_large = list(states), len(states) > MAX_DETAILED_RANKS
+        states = state.get_rank_states(attempt)
+        now = state.now()
+        described = list(states)
+        is_large = len(states) > MAX_DETAILED_RANKS
         if is_large:  # the culprits and first waiting ranks, without members of groups
             involved = incident.involved_ranks[: MAX_DETAILED_RANKS // 4]
             described = [rank for rank in involved if rank in states]
@@ -277,7 +279,8 @@ async def stream_events(
     state: State,
     last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
 ) -> StreamingResponse:
-    return stream.make_stream_response(state, state.shared.events.stream_events(last_event_id))
+    events = state.shared.events
+    return events.make_response(events.stream_events(last_event_id))
 
 
 def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:

@@ -20,7 +20,6 @@ from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
 from ..incidents.registry import IncidentRecord
 from ..monitor import views
-from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
@@ -81,7 +80,8 @@ class AppState:
             return family
         attempt = fleet.attempts.get(AttemptKey(job, number))
         if attempt is None:
-            numbers = ", ".join(str(key.number) for key in sorted(fleet.attempts) if key.job == job)
+            keys = sorted(key for key in fleet.attempts if key.job == job)
+            numbers = ", ".join(str(key.number) for key in keys)
             detail = f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
             raise Problem(404, detail)
         return [attempt]
@@ -93,7 +93,7 @@ class AppState:
             return published_states
         records = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.report_scheduler.get_limits(attempt.job).lost_after_s
-        return compute_states(attempt, records, self.now(), lost_after_s)
+        return views.compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.diagnoser.get_record(attempt).large_job
@@ -111,7 +111,7 @@ class AppState:
         if last.has_failed:
             summary, advice = FAILED_DIAGNOSIS
         else:
-            summary, advice = describe_job_status(
+            summary, advice = views.describe_job_status(
                 attempt,
                 paced,
                 self.settings.stall_after,
@@ -155,8 +155,8 @@ class AppState:
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
         """The incidents of the job, with the status, about the rank; the newest first."""
-        records = sorted(self.shared.incidents.records.items(), reverse=True)
-        matching = [record for _, record in records]
+        records = self.shared.incidents.records
+        matching = [records[incident_id] for incident_id in sorted(records, reverse=True)]
         if job is not None:
             jobs = {job, *(attempt.job for attempt in self.shared.fleet.list_family(job))}
             matching = [record for record in matching if record.incident.job in jobs]

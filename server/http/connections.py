@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http
 from types import FrameType
 from typing import Any
 
@@ -12,12 +13,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core import limits
-from ..core.limits import BODY_S, HEAD_S
 from ..core.peers import PeerSocket
 from ..core.problems import Problem
 from .access import CONNECTION, PEER_UID
 from .app_state import AppState
-from .rendering import format_response
 
 CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
@@ -42,7 +41,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._connection = self._state.peers.find(transport)
-        self._set_timeout(HEAD_S)
+        self._set_timeout(limits.HEAD_S)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -53,7 +52,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
         if self._head_bytes > limits.HEAD.maximum:
-            head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            head_bytes = len(self.url)
+            for name, value in self.headers:
+                head_bytes += len(name) + len(value)
             if head_bytes > limits.HEAD.maximum:
                 self._stop_parsing(limits.HEAD)
         if len(self.pipeline) >= limits.PIPELINED.maximum:
@@ -79,9 +80,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(limits.HEAD.make_problem())
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._set_timeout(HEAD_S)
+            self._set_timeout(limits.HEAD_S)
         else:
-            self._set_timeout(BODY_S if cycle.more_body else 0.0)
+            self._set_timeout(limits.BODY_S if cycle.more_body else 0.0)
 
     def send_400_response(self, msg: str) -> None:
         if self._exceeded is not None:
@@ -96,7 +97,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if cycle is None or not cycle.response_started:
             response = problem.make_response()
             response.headers["connection"] = "close"
-            self.transport.write(format_response(response))
+            status = http.HTTPStatus(response.status_code)
+            lines = [f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()]
+            lines += [b"%s: %s\r\n" % header for header in response.raw_headers]
+            self.transport.write(b"".join((*lines, b"\r\n", response.body)))
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -107,7 +111,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             # connections, the garbage collector would scan all of them repeatedly.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
             if self._connection is not None and not self._connection.is_authenticated:
-                self._set_timeout(HEAD_S)
+                self._set_timeout(limits.HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timeout(0.0)
@@ -127,11 +131,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(timeout_s, self._close_stalled) if timeout_s else None
 
     def _close_stalled(self) -> None:
-        self._timeout_s, self._deadline = 0.0, None
+        self._timeout_s = 0.0
+        self._deadline = None
         cycle = self.cycle
         if cycle is None or not cycle.more_body:
             return self.transport.close()
-        return self._refuse(Problem(408, f"the request's body did not arrive within {BODY_S:g} s"))
+        detail = f"the request's body did not arrive within {limits.BODY_S:g} s"
+        return self._refuse(Problem(408, detail))
 
 
 class HttpServer(uvicorn.Server):

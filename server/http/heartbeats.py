@@ -12,10 +12,9 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,22 +23,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.heartbeat import (
-    COMMANDS_PATH,
-    HEARTBEAT_PATH,
-    PROOF_PATH,
-    URGENT_PRIORITY,
-    get_family,
-)
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, get_family
 from hangwatch.tracking.tenants import qualify_agent
 
 from ..core import limits
 from ..core.problems import Problem
 from ..ingest import heartbeat_checks
 from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse_heartbeat
-from ..ingest.heartbeat_queue import QueuedHeartbeat
 from ..monitor.cadence import POLL_S
-from ..monitor.job_claims import JobClaims
 from ..monitor.watch import Watch
 from . import rendering
 from .access import AccessRefusedError, AgentGrant, Authenticator, read_body
@@ -59,7 +50,8 @@ class AgentReply(Response):
     """A successful answer; building it takes half the time of starlette's general way."""
 
     def __init__(self, document: object) -> None:
-        self.status_code, self.background = 200, None
+        self.status_code = 200
+        self.background = None
         self.body = msgspec.json.encode(document)
         self.raw_headers = [
             (b"content-length", b"%d" % len(self.body)),
@@ -77,17 +69,34 @@ class AgentEndpoint:
     _bodies: Counter[str] = field(default_factory=Counter)
 
     async def post_heartbeat(self, request: Request) -> Response:
-        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def respond(response: Response) -> None:
-            if not answered.done():
-                answered.set_result(response)
-
         headers, size, grant = self._check_head(request, HEARTBEAT_PATH, limits.BODY)
-        with self._account_body(get_family(grant.job or ""), size):
+        watch = self.watch
+        shared = self.watch.shared
+        family = get_family(grant.job or "")
+        is_urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
+        with self._account_body(family, size):
             body = await self._read_body(request, grant, limits.BODY)
-            self._submit_heartbeat(headers, body, grant, respond)
-            return await answered
+            refusal = shared.load.make_refusal(is_urgent, family)
+            if refusal is not None:
+                shared.counters.refused += 1
+                agent = find_agent(headers, body, grant)
+                if agent is not None:  # it and its ranks are not lost
+                    shared.fleet.mark_refused(agent, shared.now())
+                raise refusal
+
+            def decode_heartbeat() -> heartbeat.Heartbeat:
+                beat = parse_heartbeat(unpack_body(headers, body))
+                if grant.tenant:
+                    # Nobody else has the heartbeat yet, so that it need not be copied.
+                    object.__setattr__(beat, "agent", qualify_agent(grant.tenant, beat.agent))
+                check_job(beat, grant.job)
+                check_memory(beat, shared.fleet)
+                if watch.job_claims is not None:
+                    watch.job_claims.check_heartbeat(beat)
+                return beat
+
+            reply = await watch.heartbeat_queue.submit(decode_heartbeat, is_urgent, family)
+        return AgentReply(codec.encode_message(reply))
 
     async def post_poll(self, request: Request) -> Response:
         """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
@@ -95,13 +104,15 @@ class AgentEndpoint:
         """
         headers, _, grant = self._check_head(request, COMMANDS_PATH, limits.POLL)
         body = await self._read_body(request, grant, limits.POLL)
-        agent = decode_agent(unpack_body(headers, body), grant)
-        if agent is None:
+        sender = heartbeat_checks.decode_head(unpack_body(headers, body)).agent
+        if sender is None:
             raise Problem(422, 'the body must name the node agent: {"agent": ID}')
+        agent = qualify_agent(grant.tenant, sender)
         shared = self.watch.shared
         families = [shared.agents.get_families(a)[0] for a in shared.commands.waiting_agents]
         [family, *_] = shared.agents.get_families(agent)
-        count, total = families.count(family) + 1, len(families) + 1
+        count = families.count(family) + 1
+        total = len(families) + 1
         limits.WAITING_AGENTS.check_share(count, total, family)
         if agent not in shared.agents:
             raise Problem(403, "no node agent of this name reports with this token")
@@ -161,44 +172,7 @@ class AgentEndpoint:
             if not self._bodies[family]:
                 del self._bodies[family]
 
-    def _submit_heartbeat(
-        self,
-        headers: Mapping[str, str],
-        body: bytes,
-        grant: AgentGrant,
-        respond: Callable[[Response], None],
-    ) -> None:
-        """Queues a heartbeat. Raises Problem if the server is overloaded."""
-        watch = self.watch
-        is_urgent = headers.get("priority") == URGENT_PRIORITY
-        family = get_family(grant.job or "")
-        refusal = watch.shared.load.make_refusal(is_urgent, family)
-        if refusal is not None:
-            watch.heartbeats.refuse_heartbeat(find_agent(headers, body, grant))
-            raise refusal
-
-        def decode_heartbeat() -> heartbeat.Heartbeat:
-            beat = parse_heartbeat(unpack_body(headers, body))
-            if grant.tenant:
-                # Nobody else has the heartbeat yet, so that it need not be copied.
-                object.__setattr__(beat, "agent", qualify_agent(grant.tenant, beat.agent))
-            check_job(beat, grant.job)
-            check_memory(beat, watch.shared.fleet)
-            if watch.job_claims is not None:
-                check_claims(watch.job_claims, beat)
-            return beat
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if isinstance(reply, Exception):
-                respond(self.refuse(reply))
-            else:
-                respond(AgentReply(codec.encode_message(reply)))
-
-        watch.heartbeat_queue.submit(
-            QueuedHeartbeat(decode_heartbeat, is_urgent, time.monotonic(), take_reply, family)
-        )
-
-    def refuse(self, error: Exception, *, is_heartbeat: bool = True) -> Response:
+    def refuse(self, error: Exception, *, is_heartbeat: bool) -> Response:
         """The response to a request that failed, which is counted if that is due to its content."""
         if isinstance(error, AccessRefusedError):
             response: Response = error.args[0]
@@ -217,7 +191,9 @@ class HeartbeatFastPath:
     """The outermost ASGI application: it answers node agents, and ``app`` all other requests."""
 
     def __init__(self, app: ASGIApp, endpoint: AgentEndpoint, prefix: str) -> None:
-        self._app, self._endpoint, self._prefix = app, endpoint, prefix
+        self._app = app
+        self._endpoint = endpoint
+        self._prefix = prefix
         self._routes = {
             ("POST", HEARTBEAT_PATH): endpoint.post_heartbeat,
             ("POST", COMMANDS_PATH): endpoint.post_poll,
@@ -277,28 +253,8 @@ def find_agent(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> st
     return None
 
 
-def decode_agent(body: bytes, grant: AgentGrant) -> str | None:
-    """The server's name of the node agent that a body names; None if it names none."""
-    agent = heartbeat_checks.decode_head(body).agent
-    return None if agent is None else qualify_agent(grant.tenant, agent)
-
-
 def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def check_claims(claims: JobClaims, beat: heartbeat.Heartbeat) -> None:
-    """Raises Problem 421 if another server has the job of a heartbeat, and 503 until that is known."""
-    job = claims.find_unheld_job(beat)
-    if job is None:
-        return
-    if job in claims.foreign:
-        raise Problem(421, f"another server of this database has job {job!r}")
-    raise Problem(
-        503,
-        "the database is being asked which server has the job",
-        headers={"Retry-After": "1"},
-    )
 
 
 def _is_compressed(headers: Mapping[str, str]) -> bool:
@@ -314,17 +270,15 @@ def _is_compressed(headers: Mapping[str, str]) -> bool:
 
 
 def unpack_body(headers: Mapping[str, str], body: bytes) -> bytes:
-    """The body without its compression."""
-    return decompress_body(body) if _is_compressed(headers) else body
-
-
-def decompress_body(body: bytes) -> bytes:
-    """The content of a gzip stream. Raises Problem for anything else, and as soon as a part shows that
-    it holds more than a heartbeat may: 63 KB can become 64 MB of values.
+    """The body without its compression. Raises Problem if it is invalid, and as soon as a part shows that it
+    holds more than a heartbeat may: 63 KB can become 64 MB of values.
     """
+    if not _is_compressed(headers):
+        return body
     stream = zlib.decompressobj(wbits=31)
-    parts: list[bytes] = []
-    size, volume = 0, BodyVolume()
+    parts = []
+    size = 0
+    volume = BodyVolume()
     while not stream.eof:
         try:
             part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)

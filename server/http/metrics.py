@@ -116,8 +116,8 @@ class _Collector(Collector):
 def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
     now = state.now()
     ranks: Counter[tuple[str, str]] = Counter()
-    steps: dict[str, float] = {}
-    paces: dict[str, float] = {}
+    steps = {}
+    paces = {}
     ages: dict[str, float] = {}
     calls: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -177,18 +177,19 @@ def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[co
         stragglers = list_stragglers(state.get_ranked_groups(attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
-    totals_by_op = {
-        (job, op): totals
-        for job, job_totals in totals_by_job.items()
-        for op, totals in job_totals.operations.items()
-    }
-    calls = {key: totals.calls for key, totals in totals_by_op.items()}
+    calls = {}
+    sizes = {}
+    latencies = []
+    spreads = []
+    for job, job_totals in totals_by_job.items():
+        spreads.append(((job,), job_totals.spread))
+        for op, totals in job_totals.operations.items():
+            calls[job, op] = totals.calls
+            sizes[job, op] = totals.bytes
+            latencies.append(((job, op), totals.latency))
     yield make_metric("hangwatch_calls", calls, JOB, "op")
-    sizes = {key: totals.bytes for key, totals in totals_by_op.items()}
     yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
-    latencies = [(key, totals.latency) for key, totals in totals_by_op.items()]
     yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
-    spreads = [((job,), job_totals.spread) for job, job_totals in totals_by_job.items()]
     yield _make_histogram("hangwatch_arrival_spread_seconds", spreads, JOB)
     yield make_metric("hangwatch_straggler_waited_ratio", waited_ratios, JOB)
 
@@ -202,7 +203,9 @@ def make_metric(
         family = core.GaugeMetricFamily(name, GAUGES[name], labels=labels)
     else:
         family = core.CounterMetricFamily(name, COUNTERS[name], labels=labels)
-    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+    if not isinstance(values, Mapping):
+        values = {(): values}
+    for key, value in values.items():
         family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 
@@ -215,7 +218,7 @@ def _make_histogram(
     for label_values, histogram in histograms:
         if not histogram.counts:
             continue
-        buckets: list[tuple[str, float]] = []
+        buckets = []
         for exponent in BUCKET_EXPONENTS:
             last_index = exponent * BUCKETS_PER_OCTAVE
             count = sum(n for index, n in histogram.counts.items() if index <= last_index)
@@ -231,7 +234,8 @@ def _collect_server(watch: Watch, now: float) -> Iterator[core.Metric]:
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
     memory = [cost.memory for cost in costs]
-    counters, load = watch.shared.counters, watch.shared.load
+    counters = watch.shared.counters
+    load = watch.shared.load
     values = {
         "hangwatch_agents_cpu_seconds": watch.shared.agents.cpu_s,
         "hangwatch_agents": len(reporting),

@@ -29,7 +29,6 @@ from ..core.problems import Problem
 from ..ondemand.dumps import Dump, DumpRequest
 from ..ondemand.recordings import Recording, RecordingRequest, describe_recording, unpack_profiles
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
-from . import stream
 from .app_state import AppState, State
 from .rendering import FLAME_GRAPH_WIDTH_PX, PageRenderer, make_attachment
 
@@ -106,7 +105,7 @@ async def stream_trace(
         finally:
             traces.drop_request(session.id)
 
-    return stream.make_stream_response(state, stream_calls())
+    return state.shared.events.make_response(stream_calls())
 
 
 @routes.post(
@@ -136,7 +135,7 @@ async def request_dump(state: State, body: DumpRequest, response: Response) -> D
     summary="The results of a dump so far",
 )
 async def show_dump(state: State, id: str) -> Dump:
-    dump = state.shared.dumps.get_request(id, state.now())
+    dump = state.shared.dumps.get_request(id)
     return Dump.model_validate(dump, from_attributes=True)
 
 
@@ -170,10 +169,11 @@ async def request_recording(
     summary="Ends a recording early and keeps what was sampled",
 )
 async def stop_recording(state: State, id: str) -> Recording:
-    recording = state.shared.recordings.get_request(id, state.now())
+    registry = state.shared.recordings
+    recording = registry.get_request(id)
     attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
     if attempt is not None:
-        state.shared.recordings.stop_recording(recording, attempt, state.now())
+        registry.stop_recording(recording, attempt, state.now())
     return await asyncio.to_thread(describe_recording, recording)
 
 
@@ -183,14 +183,14 @@ async def stop_recording(state: State, id: str) -> Recording:
     summary="The progress and the results of a recording",
 )
 async def show_recording(state: State, id: str) -> Recording:
-    recording = state.shared.recordings.get_request(id, state.now())
+    recording = state.shared.recordings.get_request(id)
     return await asyncio.to_thread(describe_recording, recording)
 
 
 async def _render_recording(
     state: AppState, id: str, render: Callable[[str, RankProfiles, int], str]
 ) -> str:
-    recording = state.shared.recordings.get_request(id, state.now())
+    recording = state.shared.recordings.get_request(id)
     if recording.status == "pending":
         raise Problem(
             409,
@@ -240,26 +240,19 @@ def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, r
         for thread in profile.shown_threads
     ]
     total = max(1, sum(thread.sample_count for _, thread in threads))
-    bars: list[trees.ProfileBar] = []
+    bars = []
     x = 0.0
     for label, thread in threads:
         root = Frame(function=label, file="", line=0)
         stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
-        bars += trees.layout_bars(stacks, x, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        for bar in trees.layout_bars(stacks, x, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX):
+            frame = bar.frame
+            file = f" {frame.file}" if frame.file else ""
+            line = f":{frame.line}" if frame.line else ""
+            tooltip = f"{frame.function}{file}{line}, {bar.samples / rate:.2f} s"
+            bars.append((bar, frame.function, tooltip))
         x += thread.sample_count / total
-    return pages.render_flame_graph(
-        title,
-        [
-            (bar, bar.frame.function, f"{_format_frame(bar.frame)}, {bar.samples / rate:.2f} s")
-            for bar in bars
-        ],
-    )
-
-
-def _format_frame(frame: Frame) -> str:
-    file = f" {frame.file}" if frame.file else ""
-    line = f":{frame.line}" if frame.line else ""
-    return f"{frame.function}{file}{line}"
+    return pages.render_flame_graph(title, bars)
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
@@ -291,11 +284,11 @@ async def show_text(state: State, id: str) -> Response:
 )
 async def download_stacks_speedscope(state: State, id: str) -> Response:
     incident = state.get_incident(id).incident
-    profiles = [
-        (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", [(stack.frames[::-1], 1)])
-        for stack in incident.stacks
-        if stack.frames
-    ]
+    profiles = []
+    for stack in incident.stacks:
+        if stack.frames:
+            name = f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}"
+            profiles.append((name, [(stack.frames[::-1], 1)]))
     document = json.dumps(make_speedscope_document(incident.summary, profiles, "none", rate=1))
     return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 

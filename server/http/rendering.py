@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +34,6 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 # Template blocks with this prefix are kept up to date; the name after it is the id of their element.
 PART_PREFIX = "part_"
 # A shape for each state, in a box of 16 by 16; the map's script reads them from the page.
@@ -62,7 +60,7 @@ def format_moment(value: datetime | None) -> str:
 
 def format_shapes(value: list[list[int]]) -> str:
     """Shapes as torch prints them; ``–`` if there are none."""
-    return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in value) if value else "–"
+    return ", ".join(str(list(shape)) for shape in value) or "–"
 
 
 _FILTERS = {
@@ -130,11 +128,11 @@ class PageRenderer:
         )
 
 
-def make_json_response(document: object, status_code: int = 200) -> Response:
+def make_json_response(document: object) -> Response:
     """The JSON of documents or plain dataclasses. A route's ``response_model`` only describes it: an
     incident may name 100,000 ranks, so a test validates the documents, not each request.
     """
-    return Response(msgspec.json.encode(document), status_code, media_type="application/json")
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def make_attachment(name: str, content: str | bytes, media_type: str) -> Response:
@@ -144,12 +142,6 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
         media_type=media_type,
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )
-
-
-def format_response(response: Response) -> bytes:
-    """A response as it is sent."""
-    headers = [b"%s: %s\r\n" % header for header in response.raw_headers]
-    return b"".join((_STATUS_LINES[response.status_code], *headers, b"\r\n", response.body))
 
 
 def wants_json(request: Request) -> bool:

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
@@ -22,7 +21,7 @@ from hangwatch.model.hardware import HostObservation, MissingEvidence, Unavailab
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
-from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
+from hangwatch.model.verdicts import DevicePosition, Verdict
 from hangwatch.report import job_status
 from hangwatch.stacks.activities import classify_activity, list_remote_executions
 from hangwatch.tracking.attempt import Attempt
@@ -57,7 +56,7 @@ def strip_verdict(verdict: Verdict) -> Verdict:
     """The verdict without what changes from one diagnosis to the next although the job does not."""
     divergence = verdict.divergence
     if divergence is not None:
-        rows: list[AlignedPair] = []
+        rows = []
         for row in divergence.rows:
             first, second = row.calls
             calls = (first and _strip_call(first), second and _strip_call(second))
@@ -132,17 +131,17 @@ def make_stack(
     convert_date: DateConverter,
 ) -> MergedStack:
     """One thread of a sample, or the sample's error if there is no thread."""
+    frames = []
+    for frame in thread.frames if thread else ():
+        if frame.handler is not None or frame.polls is not None:
+            frame = replace(frame, handler=None, polls=None)
+        frames.append(frame)
     return MergedStack(
         ranks=tuple(ranks),
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=convert_date(sample.taken_at),
-        frames=tuple(
-            frame
-            if frame.handler is None and frame.polls is None
-            else replace(frame, handler=None, polls=None)
-            for frame in (thread.frames if thread else ())
-        ),
+        frames=tuple(frames),
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )
@@ -158,7 +157,7 @@ def collect_stacks(
     culprits = list(_find_callers(attempt, incident.culprits, incident.group, since))
     victims = list(_find_callers(attempt, incident.waiting, incident.group, since))
     stacks = _merge_calling_stacks(culprits, convert_date)
-    other_stacks: list[MergedStack] = []
+    other_stacks = []
     if len(incident.culprits) <= MAX_DETAILED_CULPRITS:
         for rank, sample, caller in culprits:
             others = [
@@ -174,17 +173,17 @@ def collect_stacks(
     stacks += _limit_stacks(other_stacks, MAX_STACK_BYTES // 4)
     stacks += _merge_calling_stacks(victims, convert_date)
     if any(classify_activity(c.thread).waits.awaits_remote_call for c in (*culprits, *victims)):
-        executions = (
-            make_stack([rank], sample, thread, convert_date)
-            for rank, sample, _ in _find_callers(attempt, sorted(attempt.processes), None, since)
-            for thread in list_remote_executions(sample.threads)
-        )
         shown = {(stack.ranks, stack.thread) for stack in stacks}
-        stacks += islice(
-            (s for s in executions if (s.ranks, s.thread) not in shown), MAX_EXECUTIONS_SHOWN
-        )
+        executions = []
+        for rank, sample, _ in _find_callers(attempt, sorted(attempt.processes), None, since):
+            for thread in list_remote_executions(sample.threads):
+                if ((rank,), thread.thread) not in shown:
+                    executions.append(make_stack([rank], sample, thread, convert_date))
+            if len(executions) >= MAX_EXECUTIONS_SHOWN:
+                break
+        stacks += executions[:MAX_EXECUTIONS_SHOWN]
     covered = {rank for stack in stacks if stack.error is None for rank in stack.ranks}
-    kept: list[MergedStack] = []
+    kept = []
     kept_ranks: set[int] = set()
     for stack in incident.stacks:
         if stack.error is None and covered.isdisjoint(stack.ranks):
@@ -214,7 +213,8 @@ def _find_callers(
     for process in attempt.find_processes(ranks):
         recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
         if recent:
-            sample = next((s for s in reversed(recent) if s.threads), recent[-1])
+            with_threads = [s for s in recent if s.threads]
+            sample = (with_threads or recent)[-1]
             yield _Caller(process.rank, sample, process.find_caller(sample, group, since))
 
 
@@ -223,14 +223,16 @@ def _merge_calling_stacks(
 ) -> list[MergedStack]:
     """One entry for all ranks whose stacks are equal; the most frequent first."""
     classes: dict[object, list[_Caller]] = {}
-    for found in callers:
-        sample, thread = found.sample, found.thread
+    for caller in callers:
+        _, sample, thread = caller
         merge_key = (sample.source, sample.error, thread and (thread.thread, thread.frames))
-        classes.setdefault(merge_key, []).append(found)
-    return [
-        make_stack([f.rank for f in equal], equal[0].sample, equal[0].thread, convert_date)
-        for equal in sorted(classes.values(), key=len, reverse=True)
-    ]
+        classes.setdefault(merge_key, []).append(caller)
+    stacks = []
+    for equal in sorted(classes.values(), key=len, reverse=True):
+        ranks = [caller.rank for caller in equal]
+        _, sample, thread = equal[0]
+        stacks.append(make_stack(ranks, sample, thread, convert_date))
+    return stacks
 
 
 def _keep_unchanged(
@@ -252,22 +254,20 @@ def collect_device_positions(
     names = {wait.group for wait in verdict.waits}
     if verdict.group is not None:
         names.add(verdict.group.name)
-    found = (
-        (rank, name, device)
-        for (_, name, _, _), members in attempt.streams_by_group.items()
-        if name in names
-        for rank, stream in members.items()
-        if (device := stream.device) is not None
-    )
-    shown = heapq.nsmallest(
-        MAX_POSITIONS_SHOWN,
-        found,
-        key=lambda entry: (entry[0] not in culprits, entry[2].completed, *entry[:2]),
-    )
-    positions = [
-        DevicePosition(rank=rank, group=name, **device.list_counters(attempt.last_seen_at))
-        for rank, name, device in shown
-    ]
+    found = []
+    for (_, name, _, _), members in attempt.streams_by_group.items():
+        if name not in names:
+            continue
+        for rank, stream in members.items():
+            device = stream.device
+            if device is not None:
+                order = (rank not in culprits, device.completed, rank, name)
+                found.append((order, device))
+    shown = heapq.nsmallest(MAX_POSITIONS_SHOWN, found, key=lambda entry: entry[0])
+    positions = []
+    for (_, _, rank, name), device in shown:
+        counters = device.list_counters(attempt.last_seen_at)
+        positions.append(DevicePosition(rank=rank, group=name, **counters))
     positions.sort(key=lambda p: (p.group, p.rank not in culprits, p.rank))
     current = _keep_unchanged(before, positions, lambda p: (p.rank, p.group, p.counters))
     return tuple(current) or before
@@ -291,7 +291,7 @@ def collect_hardware(
     """The observations of the hosts, faults first, then what was only observed ``before``. Unchanged
     observations keep their age; versions are left out.
     """
-    found: list[HostObservation] = []
+    found = []
     for host in hosts:
         for observation in host.observations:
             if observation.weight is not Weight.FACT:

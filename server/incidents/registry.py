@@ -218,6 +218,7 @@ class IncidentRegistry:
         """Applies a diagnosis of an attempt at time ``now``: opens, refines and resolves incidents."""
         records = self.list_open(attempt)
         confirmed = [verdict for verdict in verdicts if verdict.is_confirmed]
+        suspicions = [v for v in verdicts if not v.is_confirmed and v.seq is not None]
         for verdict in self._match_verdicts(records, attempt, confirmed, now):
             is_explained = any(
                 record.opened_at == now
@@ -227,14 +228,12 @@ class IncidentRegistry:
             if not is_explained and self._may_open(attempt.job, verdict):
                 records.append(self._open_incident(attempt, verdict, now))
         for record in records:
-            # An unconfirmed verdict about the call of an incident keeps it open.
+            # A suspicion about the call of an incident keeps it open.
             incident = record.incident
             is_suspected = any(
-                not verdict.is_confirmed
-                and verdict.seq is not None
-                and verdict.seq == incident.seq
-                and relate_verdict(incident, verdict, gathering=False)
-                for verdict in verdicts
+                suspicion.seq == incident.seq
+                and relate_verdict(incident, suspicion, gathering=False)
+                for suspicion in suspicions
             )
             # The absence of a verdict counts once a rank of the incident was reported again.
             has_reported = attempt.last_seen_at >= record.last_seen_at and any(
@@ -311,7 +310,8 @@ class IncidentRegistry:
 
     def take_changed(self) -> list[IncidentRecord]:
         """The incidents that changed since the last call, oldest first."""
-        taken = [record for i in sorted(self.changed) if (record := self.records.get(i))]
+        changed = map(self.records.get, sorted(self.changed))
+        taken = [record for record in changed if record is not None]
         self.changed.clear()
         excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
@@ -336,10 +336,11 @@ class IncidentRegistry:
             all_related.append((record, related))
         for record, related in all_related:
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)
-            same = (v for relation, v in related if relation is Relation.SAME and v in unmatched)
-            if (verdict := next(same, None)) is not None:
-                unmatched.remove(verdict)
-                self._refine_incident(record, attempt, verdict, now)
+            for relation, verdict in related:
+                if relation is Relation.SAME and verdict in unmatched:
+                    unmatched.remove(verdict)
+                    self._refine_incident(record, attempt, verdict, now)
+                    break
         for record, related in all_related:
             for relation, verdict in sorted(related, key=lambda pair: -pair[0]):
                 if relation is Relation.NONE or verdict not in unmatched:
@@ -352,7 +353,8 @@ class IncidentRegistry:
 
     def _may_open(self, job: str, verdict: Verdict) -> bool:
         """Whether the job's family may have another open incident. Half of them are for alerts."""
-        limit, family = limits.OPEN_INCIDENTS, get_family(job)
+        limit = limits.OPEN_INCIDENTS
+        family = get_family(job)
         maximum = limit.maximum if verdict.is_alert else limit.maximum // 2
         if self._open_counts[family] < maximum:
             return True

@@ -171,9 +171,9 @@ class CommandQueue:
         unsent.clear()
         return commands
 
-    def drop_unrequested(self, beat: Heartbeat) -> tuple[Heartbeat, int]:
+    def accept_replies(self, beat: Heartbeat) -> tuple[Heartbeat, int]:
         """The heartbeat without evidence that its node agent was not asked for, and how many replies that
-        were. Each command is answered once.
+        were. Each command is answered once, and counts as answered from now on.
         """
         reply_count = len(beat.samples) + len(beat.calls) + len(beat.hardware)
         if not reply_count:
@@ -184,21 +184,20 @@ class CommandQueue:
         unrequested = reply_count - len(samples) - len(calls) - len(hardware)
         if unrequested:
             beat = replace(beat, samples=samples, calls=calls, hardware=hardware)
+        answered = {reply.request for reply in (*samples, *calls, *hardware)}
+        for last in self._find_commands(beat.agent).evidence.values():
+            last.is_answered |= last.command_id in answered
         return beat, unrequested
 
     def _select_awaited(self, agent: str, replies: Iterable[R]) -> tuple[R, ...]:
-        return tuple([reply for reply in replies if self._take_awaited(agent, reply.request)])
-
-    def _take_awaited(self, agent: str, id: str) -> bool:
-        """Whether the node agent may reply to this command, which no reply may do from then on."""
-        if self._awaited.get(id, ("",))[0] != agent:
-            return False
-        del self._awaited[id]
-        return True
-
-    def mark_answered(self, agent: str, ids: set[str]) -> None:
-        for last in self._find_commands(agent).evidence.values():
-            last.is_answered |= last.command_id in ids
+        """The replies to commands that this node agent may answer, which it may not do again."""
+        selected = []
+        for reply in replies:
+            answerer, _ = self._awaited.get(reply.request, (None, 0.0))
+            if answerer == agent:
+                del self._awaited[reply.request]
+                selected.append(reply)
+        return tuple(selected)
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, which should therefore report more often."""
@@ -213,8 +212,13 @@ class CommandQueue:
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
         """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
-        while self._awaited and next(iter(self._awaited.values()))[1] < now - report_interval_s:
-            del self._awaited[next(iter(self._awaited))]
+        expired = []
+        for command_id, (_, accepted_until) in self._awaited.items():
+            if accepted_until >= now - report_interval_s:
+                break  # the others are newer
+            expired.append(command_id)
+        for command_id in expired:
+            del self._awaited[command_id]
         oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
         for agent, commands in list(self._agents.items()):
             commands.unsent = {

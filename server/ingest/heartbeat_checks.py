@@ -14,7 +14,6 @@ What is kept in memory counts against the quota of the family of jobs for which 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import operator
@@ -22,7 +21,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -37,7 +36,6 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
-from ..core.limits import read_resident_bytes
 from ..core.problems import Problem
 
 # A body of at most this size does not have too many values.
@@ -52,7 +50,7 @@ _LONG_LIST = f"Expected `array` of length <= {limits.LIST.maximum} - at "  # as 
 _DECODING_ERRORS = (ValueError, RecursionError)
 
 
-def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
+def parse_heartbeat(body: bytes) -> Heartbeat:
     """A heartbeat that can be applied without errors. Raises Problem."""
     if len(body) > _UNSUSPICIOUS_BYTES:
         BodyVolume().add_part(body)
@@ -60,7 +58,14 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
         beat = decode_heartbeat(body)
     except _DECODING_ERRORS as error:
         _check_version(decode_head(body).version)
-        raise _make_refusal(error) from None
+        message = str(error)[:200]
+        if message.startswith(_LONG_LIST):
+            raise limits.LIST.make_problem(message.removeprefix(_LONG_LIST)) from None
+        raise Problem(
+            422,
+            "not a heartbeat; nothing of it was applied",
+            errors=[{"at": "body", "message": message}],
+        ) from None
     _check_version(beat.version)
     groups = [
         stream.identity
@@ -100,17 +105,6 @@ class BodyVolume:
         limits.VALUES.check(self.values, "{} values")
 
 
-def _make_refusal(error: Exception) -> Problem:
-    message = str(error)[:200]
-    if message.startswith(_LONG_LIST):
-        return limits.LIST.make_problem(message.removeprefix(_LONG_LIST))
-    return Problem(
-        422,
-        "not a heartbeat; nothing of it was applied",
-        errors=[{"at": "body", "message": message}],
-    )
-
-
 def decode_heartbeat(body: bytes) -> Heartbeat:
     """A body whose volume was checked. Raises ValueError or RecursionError if it is invalid."""
     decoder = _heartbeat_decoder()
@@ -145,7 +139,7 @@ def _heartbeat_decoder() -> msgspec.json.Decoder[Heartbeat]:
 
 def _bound_type(hint: Any, declared: dict[type, dict[str, Any]]) -> Any:
     """The type with msgspec's bounds. ``declared`` keeps the annotations of messages."""
-    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
         if hint not in declared:
             declared[hint] = dict(hint.__annotations__)
             hints = typing.get_type_hints(hint, include_extras=True)
@@ -214,7 +208,7 @@ def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
     return members
 
 
-def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
+def check_job(beat: Heartbeat, allowed: str | None) -> None:
     """Raises Problem if the heartbeat reports another job than its token allows."""
     for process in beat.processes:
         if process.identity is not None and not may_report_job(allowed, process.identity.job):
@@ -225,7 +219,7 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
+def check_memory(beat: Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
         jobs = {update.identity.job for update in beat.processes if update.identity is not None}
@@ -233,9 +227,13 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         for family in families:
             count = fleet.agents.counts[family] + 1
             limits.AGENTS.check_share(count, len(fleet.agents) + 1, family, _REMEDY)
-    growing: list[heartbeat.ProcessUpdate] = []  # usually none
+    growing = []  # usually none
+    new_identities = []
     for update in beat.processes:
-        if update.identity is not None or any(s.identity is not None for s in update.streams):
+        identity = update.identity
+        if identity is not None and fleet.find_process(beat.agent, beat.host, update) is None:
+            new_identities.append(identity)
+        if identity is not None or any(stream.identity is not None for stream in update.streams):
             growing.append(update)
         # Few processes come near the limit: only these are counted exactly.
         if len(update.streams) > limits.STREAMS.maximum // 2:
@@ -246,11 +244,6 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
             limits.STREAMS.check(len(uids), f"process {update.key}")
     if not growing:
         return
-    new_identities = [
-        update.identity
-        for update in growing
-        if update.identity is not None and fleet.find_process(beat.agent, beat.host, update) is None
-    ]
     if new_identities:
         _check_new_processes(beat.agent, new_identities, fleet)
     added_members = _count_added_members(beat, growing, fleet)
@@ -260,7 +253,7 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
             count += fleet.count_members(family)
             limits.MEMBERS.check_share(count, total, family, _REMEDY)
     if new_identities or added_members:
-        limits.MEMORY.check(read_resident_bytes(), remedy=_REMEDY)
+        limits.MEMORY.check(limits.read_resident_bytes(), remedy=_REMEDY)
     if fleet.restricted_family is not None:
         _check_restriction(beat, growing, fleet)
 

@@ -9,18 +9,15 @@ others and their requests then have half of the time.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
 from ..core.load import Load
 from ..core.turns import TurnQueue
-
-log = logging.getLogger("hangwatch")
 
 SLICE_S = 0.005  # the time for which numerous work, such as heartbeats, may block the event loop
 # A heartbeat that takes longer is one of thousands of new process groups or calls.
@@ -30,14 +27,13 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class QueuedHeartbeat:
+class _QueuedHeartbeat:
     # Unpacking and decoding take as long as applying, so that they are done in its turn, too.
-    decode: Callable[[], heartbeat.Heartbeat]
+    decode: Callable[[], Heartbeat]
     is_urgent: bool
+    family: str  # that of its token's job; empty with the server's token
     arrived_at: float  # on the monotonic clock
-    # Takes the reply, or what decoding or applying the heartbeat raised.
-    take_reply: Callable[[heartbeat.HeartbeatReply | Exception], None]
-    family: str = ""  # that of its token's job; empty with the server's token
+    reply: asyncio.Future[HeartbeatReply]
 
 
 @dataclass(slots=True)
@@ -46,9 +42,9 @@ class HeartbeatQueue:
     on the event loop's thread, except the work of `run_exclusively`.
     """
 
-    ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
+    ingest: Callable[[Heartbeat, bool], HeartbeatReply]
     load: Load
-    _queued: TurnQueue[QueuedHeartbeat] = field(default_factory=TurnQueue)
+    _queued: TurnQueue[_QueuedHeartbeat] = field(default_factory=TurnQueue)
     _urgent_queued: int = 0
     _usual_applied: int = 0
     _resting: set[str] = field(default_factory=set)  # the families whose last heartbeat took long
@@ -60,19 +56,26 @@ class HeartbeatQueue:
     def __len__(self) -> int:
         return len(self._queued)
 
-    def submit(self, queued: QueuedHeartbeat) -> None:
-        """Applies it: immediately, if its family has none queued and this pass of the event loop has time."""
-        family = queued.family
+    def submit(
+        self, decode: Callable[[], Heartbeat], is_urgent: bool, family: str
+    ) -> asyncio.Future[HeartbeatReply]:
+        """Applies a heartbeat: immediately, if its family has none queued and this pass of the event loop has
+        time. The future has the reply, or what decoding or applying the heartbeat raises.
+        """
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        queued = _QueuedHeartbeat(decode, is_urgent, family, now, loop.create_future())
         if not (self._is_state_locked or self._queued.count(family) or family in self._resting):
-            now = time.monotonic()
             if self._slice_until is None:
                 self._slice_until = now + SLICE_S
-                asyncio.get_running_loop().call_soon(self._end_slice)
+                loop.call_soon(self._end_slice)
             if now < self._slice_until:
-                return self._apply(queued)
-        self._queued.put(family, queued, urgent=queued.is_urgent)
-        self._urgent_queued += queued.is_urgent
-        return self._start_draining()
+                self._apply(queued)
+                return queued.reply
+        self._queued.put(family, queued, urgent=is_urgent)
+        self._urgent_queued += is_urgent
+        self._start_draining()
+        return queued.reply
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile. Before
@@ -107,10 +110,12 @@ class HeartbeatQueue:
             self._draining = None
 
     def _apply_slice(self) -> bool:
-        """Applies heartbeats for `SLICE_S`. Returns False if none is queued of a family that does not rest."""
+        """Applies heartbeats for `SLICE_S`, and at least one: other processes may take the CPU for that long.
+        Returns False if none is queued of a family that does not rest.
+        """
         until = time.monotonic() + SLICE_S
         has_applied = False
-        while time.monotonic() < until:
+        while not has_applied or time.monotonic() < until:
             queued = self._queued.take(self._resting)
             if queued is None:
                 break
@@ -125,17 +130,15 @@ class HeartbeatQueue:
             has_applied = True
         return has_applied
 
-    def _apply(self, queued: QueuedHeartbeat) -> None:
+    def _apply(self, queued: _QueuedHeartbeat) -> None:
         began_at = time.monotonic()
         try:
-            reply: heartbeat.HeartbeatReply | Exception
             reply = self.ingest(queued.decode(), queued.is_urgent)
+            if not queued.reply.cancelled():  # otherwise its sender is gone
+                queued.reply.set_result(reply)
         except Exception as error:  # the other heartbeats are applied all the same
-            reply = error
-        try:
-            queued.take_reply(reply)
-        except Exception:  # a connection that fails must not affect the others
-            log.exception("the reply to a heartbeat failed; please report this")
+            if not queued.reply.cancelled():
+                queued.reply.set_exception(error)
         spent_s = time.monotonic() - began_at
         if spent_s > LONG_S:
             self._resting.add(queued.family)

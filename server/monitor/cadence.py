@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -268,14 +268,14 @@ class RoundTurns:
         """The attempts that have their turn. The time that each takes is that until the next one."""
         self._rounds += 1
         self._served = {a.key: self._served.get(a.key, 0) for a in attempts}
-        spent_s: dict[str, float] = {}
+        spent_s: defaultdict[str, float] = defaultdict(float)
         for attempt in sorted(attempts, key=lambda attempt: self._served[attempt.key]):
             family = get_family(attempt.job)
-            if spent_s.get(family, 0.0) < FAMILY_ROUND_S:
+            if spent_s[family] < FAMILY_ROUND_S:
                 began_at = time.perf_counter()
                 self._served[attempt.key] = self._rounds
                 yield attempt
-                spent_s[family] = spent_s.get(family, 0.0) + time.perf_counter() - began_at
+                spent_s[family] += time.perf_counter() - began_at
 
 
 @dataclass(slots=True)

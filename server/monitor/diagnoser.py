@@ -12,13 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hangwatch.diagnosis import (
-    Diagnosis,
-    EvidenceRequest,
-    diagnose,
-    find_call_mismatches,
-    is_quiet,
-)
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, find_call_mismatches, is_quiet
 from hangwatch.model.ranks import AttemptKey, RankState
 from hangwatch.protocol.heartbeat import get_family
 from hangwatch.report.job_status import UnexplainedWait
@@ -121,7 +115,8 @@ class Diagnoser:
             shared.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
             return diagnosis
 
-        diagnosis, spent_s = Diagnosis(), 0.0
+        diagnosis = Diagnosis()
+        spent_s = 0.0
         if not is_quiet(attempt, shared.now(), limits) or shared.incidents.list_open(attempt):
             apply_queued_s = max(MIN_APPLY_QUEUED_S, shared.load.get_wait_s(family) / 3)
             diagnosis, spent_s = await self.read_attempt(attempt, update_incidents, apply_queued_s)
@@ -136,7 +131,9 @@ class Diagnoser:
         # the ranks inside the verdict's calls decide.
         ranks: set[int] = set()
         for verdict in diagnosis.verdicts:
-            ranks.update(verdict.culprits or (r for call in verdict.calls for r in call.ranks))
+            ranks.update(verdict.culprits)
+            if not verdict.culprits:
+                ranks.update(*(call_class.ranks for call_class in verdict.calls))
         if len(ranks) <= MAX_URGENT_SUSPECTS:  # most of more ranks have only not reported yet
             agents = {process.agent for process in attempt.find_processes(ranks)}
             self.report_scheduler.suspect_agents(agents, now)
@@ -147,13 +144,11 @@ class Diagnoser:
         """
         now = self.shared.now()
         groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
-        requests = [
-            EvidenceRequest.for_calls(
-                rank, attempt.streams_by_group[mismatch.group.key][rank], window
-            )
-            for mismatch in find_call_mismatches(attempt.streams_by_group, groups)
-            for rank, window in mismatch.calls_to_fetch
-        ]
+        requests = []
+        for mismatch in find_call_mismatches(attempt.streams_by_group, groups):
+            streams = attempt.streams_by_group[mismatch.group.key]
+            for rank, window in mismatch.calls_to_fetch:
+                requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
         self.shared.commands.request_evidence(attempt, requests, now)
         if not requests and not attempt.awaits_calls:
             last.calls_requested_at = None

@@ -15,8 +15,6 @@ from hangwatch.tracking.tenants import take_turns
 
 from ..core import limits, load
 from ..core.events import wait_for_event
-from ..core.limits import is_large, read_resident_bytes
-from ..core.load import GarbageScheduler
 from ..core.memory import (
     EVIDENCE_SHARE,
     GROWTH_SHARE,
@@ -61,7 +59,7 @@ class DiagnosisLoop:
     last_round_at: float = 0.0
     _diagnosis_turns: RoundTurns = field(default_factory=RoundTurns)
     _display_turns: RoundTurns = field(default_factory=RoundTurns)
-    _garbage: GarbageScheduler = field(default_factory=GarbageScheduler)
+    _garbage: load.GarbageScheduler = field(default_factory=load.GarbageScheduler)
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
@@ -82,7 +80,8 @@ class DiagnosisLoop:
         if self.job_claims is not None:
             await self.job_claims.confirm_jobs()
         shared = self.shared
-        fleet, incidents = shared.fleet, shared.incidents
+        fleet = shared.fleet
+        incidents = shared.incidents
         scheduler = self.diagnoser.report_scheduler
         isolate = shared.failures.isolate
         now = shared.now()
@@ -173,38 +172,35 @@ class Retention:
         if now < self._memory_check_due_at:
             return
         self._memory_check_due_at = now + MEMORY_CHECK_INTERVAL_S
-        fleet, resident_bytes = self.shared.fleet, read_resident_bytes()
+        fleet = self.shared.fleet
+        resident_bytes = limits.read_resident_bytes()
         is_scarce = resident_bytes > GROWTH_SHARE * limits.MEMORY.maximum
         if not is_scarce:
             fleet.restricted_family = None
         elif now >= self._restriction_due_at:
             began_at = time.perf_counter()
-            self._restrict_family(find_largest_family(fleet))
+            family = find_largest_family(fleet)
+            fleet.restricted_family = family
+            if family is not None:
+                log.warning("for lack of memory, job %s may add no processes and groups", family)
+                if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
+                    return_freed_memory()
             spent_s = time.perf_counter() - began_at
             self._restriction_due_at = now + RESTRICTION_FACTOR * spent_s
         excess_bytes = resident_bytes - int(EVIDENCE_SHARE * limits.MEMORY.maximum)
         if excess_bytes <= 0:
             return
         dropped = drop_samples(fleet.processes.values(), excess_bytes)
-        for family, count in dropped.items():
+        for job, count in dropped.items():
             self.shared.counters.dropped_samples += count
-            log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, family)
+            log.warning("for lack of memory, dropped the oldest %d stacks of job %s", count, job)
         if dropped:
-            return_freed_memory()
-
-    def _restrict_family(self, family: str | None) -> None:
-        fleet = self.shared.fleet
-        fleet.restricted_family = family
-        if family is None:
-            return
-        log.warning("for lack of memory, job %s may add no processes and groups", family)
-        if sum(attempt.drop_spare_calls() for attempt in fleet.iter_related(family)):
             return_freed_memory()
 
     def drop_attempt(self, attempt: Attempt) -> None:
         fleet = self.shared.fleet
         fleet.forget_attempt(attempt)
-        if is_large(attempt.rank_count):
+        if limits.is_large(attempt.rank_count):
             self._large_dropped.append(attempt)
         else:
             fleet.drop_processes(attempt, len(attempt.processes))

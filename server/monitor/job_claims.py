@@ -20,6 +20,7 @@ from hangwatch.tracking.fleet import FormerAttempt
 
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
+from ..core.problems import Problem
 from ..shared_state import SharedState
 from ..storage.database import SESSION_TIMEOUT_S, JobLocks
 from ..storage.persistence import PersistenceWorker
@@ -46,29 +47,35 @@ class JobClaims:
     _used_at: dict[str, float] = field(default_factory=dict)  # the time of a job's last heartbeat
     _held: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)  # the held jobs whose history was loaded
-    foreign: set[str] = field(default_factory=set)  # the jobs that another server has
+    _foreign: set[str] = field(default_factory=set)  # the jobs that another server has
     _wanted: set[str] = field(default_factory=set)  # the jobs refused since the last update
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_database_lost: bool = False
     _confirmed_at: float = float("-inf")  # when the last request for the locks began
 
-    def find_unheld_job(self, beat: Heartbeat) -> str | None:
-        """The job of a heartbeat, if another server has it, or may have it until that is known. Node
-        agents that know only one server are not refused.
+    def check_heartbeat(self, beat: Heartbeat) -> None:
+        """Raises Problem 421 if another server has the job of a heartbeat, and 503 until that is known.
+        Node agents that know only one server are not refused.
         """
         if beat.servers < 2:
-            return None
+            return
         named = {update.identity.job for update in beat.processes if update.identity is not None}
-        jobs = sorted(map(get_family, named or self.shared.fleet.list_jobs(beat.agent)))
+        jobs = named or self.shared.fleet.list_jobs(beat.agent)
         if not jobs:
-            return None
-        job = jobs[0]  # all other jobs of the host follow it
+            return
+        job = min(map(get_family, jobs))  # all other jobs of the host follow it
         self._used_at[job] = self.shared.now()
         if job in self._held:
-            return None
+            return
         self._wanted.add(job)
         self._wake.set()
-        return job
+        if job in self._foreign:
+            raise Problem(421, f"another server of this database has job {job!r}")
+        raise Problem(
+            503,
+            "the database is being asked which server has the job",
+            headers={"Retry-After": "1"},
+        )
 
     async def confirm_jobs(self) -> None:
         """Returns once it is known which jobs this server still has. If it was stopped for a while,
@@ -108,12 +115,13 @@ class JobClaims:
                 )
             self._is_database_lost = True
             self._held |= wanted
-            self.foreign -= wanted
+            self._foreign -= wanted
         self._confirmed_at = began_at
 
     async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
-        fleet, incidents = self.shared.fleet, self.shared.incidents
-        self.foreign = (self.foreign | self._held | wanted) - locked
+        fleet = self.shared.fleet
+        incidents = self.shared.incidents
+        self._foreign = (self._foreign | self._held | wanted) - locked
         for job in self._held - locked:
             log.warning("another server has taken job %s over", job)
             for attempt in list(fleet.attempts.values()):
@@ -143,7 +151,7 @@ class JobClaims:
                 continue
             await asyncio.to_thread(self.locks.release_lock, job)
             del self._used_at[job]
-            for jobs in (self._held, self._adopted, self.foreign):
+            for jobs in (self._held, self._adopted, self._foreign):
                 jobs.discard(job)
 
 

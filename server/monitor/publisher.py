@@ -60,11 +60,14 @@ class ChangePublisher:
         for record in shared.incidents.records.values():
             with shared.failures.isolate(f"the alerts of incident {record.incident.id}"):
                 attempt = shared.fleet.attempts.get(record.attempt_key)
+                is_ready = (
+                    attempt is None
+                    or now - record.opened_at >= MAX_ALERT_DELAY_S
+                    or not shared.awaits_stacks(record, attempt)
+                )
                 event = take_due_event(
                     record,
-                    ready=now - record.opened_at >= MAX_ALERT_DELAY_S
-                    or attempt is None
-                    or not shared.awaits_stacks(record, attempt),
+                    ready=is_ready,
                     hangs_on=attempt is not None and not attempt.is_finished,
                     now=wall,
                     repeat_after=self.repeat_after_s,
@@ -114,7 +117,8 @@ class ChangePublisher:
         if not attempt.is_finished:
             has_changed = has_changed or now - published.stored_at >= STORE_INTERVAL_S
         if has_changed and (is_latest or not attempt.is_finished):
-            published.stored_state, published.stored_at = job.state, now
+            published.stored_state = job.state
+            published.stored_at = now
             stored = AttemptView(
                 job=job.job,
                 attempt=job.attempt,

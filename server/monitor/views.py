@@ -60,7 +60,7 @@ def describe_rank(
     process = attempt.processes.get(number)
     if process is None:
         return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
-    groups: list[RankGroupView] = []
+    groups = []
     for stream in process.streams.values():
         if stream.kind is not StreamKind.COLLECTIVE:
             continue

@@ -1,7 +1,14 @@
-"""Wires the parts that work on the shared state: heartbeats in; verdicts, incidents and alerts out."""
+"""Wires the parts that work on the shared state: heartbeats in; verdicts, incidents and alerts out.
+Applies each heartbeat to everything that depends on it.
+"""
 
 from __future__ import annotations
 
+from hangwatch.diagnosis import EvidenceRequest, choose_window
+from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
+
+from ..core import load
+from ..core.limits import is_large
 from ..ingest.heartbeat_queue import HeartbeatQueue
 from ..recovery.aborter import Aborter, AbortOrders
 from ..settings import Settings
@@ -10,7 +17,6 @@ from ..storage.persistence import PersistenceWorker
 from .cadence import ReportScheduler
 from .diagnoser import Diagnoser
 from .diagnosis_loop import DiagnosisLoop, Retention
-from .heartbeat_applier import HeartbeatApplier
 from .job_claims import JobClaims, restore_former_attempts
 from .publisher import ChangePublisher
 
@@ -22,25 +28,23 @@ class Watch:
         self, settings: Settings, shared: SharedState, persistence: PersistenceWorker
     ) -> None:
         """Restores incidents and former attempts from the database."""
-        self.shared, self.persistence = shared, persistence
+        self.shared = shared
+        self.persistence = persistence
         store = persistence.store
         shared.incidents.load_records(store.load_incidents())
         restore_former_attempts(shared, store.load_latest_attempts())
         self.report_scheduler = ReportScheduler(
             shared=shared, configured_limits=settings.diagnosis_limits
         )
-        aborter = None
+        self.aborter: Aborter | None = None
         if (rules := settings.abort_rules) is not None:
-            aborter = Aborter(
+            self.aborter = Aborter(
                 shared=shared,
                 rules=rules,
                 orders=AbortOrders(shared=shared),
                 persistence=persistence,
             )
-        self.heartbeats = HeartbeatApplier(
-            shared=shared, aborter=aborter, report_scheduler=self.report_scheduler
-        )
-        self.heartbeat_queue = HeartbeatQueue(self.heartbeats.apply_heartbeat, shared.load)
+        self.heartbeat_queue = HeartbeatQueue(self.apply_heartbeat, shared.load)
         self.diagnoser = Diagnoser(
             shared=shared,
             report_scheduler=self.report_scheduler,
@@ -66,6 +70,48 @@ class Watch:
             diagnoser=self.diagnoser,
             publisher=publisher,
             retention=retention,
-            aborter=aborter,
+            aborter=self.aborter,
             job_claims=self.job_claims,
         )
+
+    def apply_heartbeat(self, beat: Heartbeat, urgent: bool = False) -> HeartbeatReply:
+        """Applies one heartbeat and builds the reply. Sets ``shared.has_changes`` if it may change a verdict."""
+        shared = self.shared
+        scheduler = self.report_scheduler
+        fleet = shared.fleet
+        counters = shared.counters
+        now = shared.now()
+        counters.heartbeats += 1
+        if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
+            load.collect_new_objects()
+        beat, unrequested = shared.commands.accept_replies(beat)
+        counters.unrequested += unrequested
+        is_known = beat.agent in shared.agents
+        is_complete = fleet.apply_heartbeat(beat, now)
+        needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
+        counters.resyncs += needs_resync
+        shared.performance.apply_heartbeat(beat, fleet, now)
+        shared.dumps.apply_samples(beat.samples, now)
+        shared.recordings.apply_replies(beat.recordings, now)
+        shared.traces.apply_heartbeat(beat, now)
+        if beat.aborts and self.aborter is not None:
+            self.aborter.orders.apply_replies(beat.aborts)
+        # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
+        # may be as late: what it will need is requested now.
+        for process in fleet.list_processes(beat.agent) if beat.processes else ():
+            attempt = process.attempt
+            rank = process.rank
+            requests = []
+            if process.needs_wait_sample:
+                attempt.has_urgent_changes = True
+                requests.append(EvidenceRequest(rank=rank, stacks=True))
+            for stream, divergence in process.iter_new_sides():
+                window = choose_window(divergence)
+                requests.append(EvidenceRequest.for_calls(rank, stream, window))
+            if requests and is_large(attempt.rank_count):
+                shared.commands.request_evidence(attempt, requests, now)
+        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
+            shared.has_changes.set()
+        scheduler.record_heartbeat(beat.agent, urgent, now)
+        commands = shared.commands.take_unsent(beat.agent)
+        return scheduler.make_reply(beat.agent, now, commands=commands, needs_resync=needs_resync)

@@ -62,21 +62,23 @@ class RankRecording(RankReply):
         self.note = reply.note
         if not reply.note and profile.dropped_samples:
             self.note = f"{profile.dropped_samples} samples of rare stacks were dropped"
-        self.threads = [
-            ThreadTime(
+        threads = []
+        for thread in profile.shown_threads:
+            hottest = [
+                HotFunction(
+                    function=frame.function, file=frame.file, line=frame.line, samples=samples
+                )
+                for frame, samples in find_hottest_functions(thread.stacks)
+            ]
+            thread_time = ThreadTime(
                 thread=thread.thread,
                 main=thread.is_main,
                 samples=thread.sample_count,
-                hottest=[
-                    HotFunction(
-                        function=frame.function, file=frame.file, line=frame.line, samples=samples
-                    )
-                    for frame, samples in find_hottest_functions(thread.stacks)
-                ],
+                hottest=hottest,
                 tree=list(build_call_tree(thread.stacks)),
             )
-            for thread in profile.shown_threads
-        ]
+            threads.append(thread_time)
+        self.threads = threads  # replaced as a whole, since another thread may do the same
         self.idle_threads = len(profile.threads) - len(profile.shown_threads)
         self.is_unpacked = True
 
@@ -173,7 +175,7 @@ def describe_recording(recording: RequestedRecording) -> Recording:
 
 def unpack_profiles(recording: RequestedRecording) -> list[tuple[int, Profile]]:
     """The valid profiles, by rank. `describe_recording` reports the invalid ones."""
-    profiles: list[tuple[int, Profile]] = []
+    profiles = []
     for rank in recording.ranks:
         if rank.profile:
             with contextlib.suppress(ValueError):

@@ -62,7 +62,8 @@ class RankRequest(Generic[Reply]):
                 self.fail_reply(reply, reply.timeout_error)
 
     def fail_reply(self, reply: Reply, error: str) -> None:
-        reply.status, reply.error = "failed", error
+        reply.status = "failed"
+        reply.error = error
 
 
 Request = TypeVar("Request", bound=RankRequest[Any])
@@ -99,7 +100,8 @@ class RequestRegistry(Generic[Request]):
         if process.exit is None:
             self.send_command(request, reply, process, now, **fields)
         else:
-            pid, host = process.identity.pid, process.host
+            pid = process.identity.pid
+            host = process.host
             error = f"the process of rank {reply.rank} (pid {pid} on {host}) {self.EXITED}"
             request.fail_reply(reply, error)
 
@@ -150,9 +152,9 @@ class RequestRegistry(Generic[Request]):
             request.expire_replies(now)
         return request
 
-    def get_request(self, id: str, now: float) -> Request:
-        """Raises Problem if the request is not kept."""
-        request = self.find_request(id, now)
+    def get_request(self, id: str) -> Request:
+        """The request as it is now. Raises Problem if it is not kept."""
+        request = self.find_request(id, self.clock.monotonic())
         if request is None:
             raise Problem(
                 404,

@@ -7,11 +7,10 @@ A server without clients that trace sends no requests, and a heartbeat only chec
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -85,7 +84,8 @@ class TraceSession(RankRequest[TracedRank]):
         self.changed.set()
 
     def fail_reply(self, reply: TracedRank, error: str) -> None:
-        reply.status, reply.error = "failed", error
+        reply.status = "failed"
+        reply.error = error
         self.add_event("error", rank=reply.rank, detail=error)
 
     def end_overdue_ranks(self, now: float) -> None:
@@ -119,7 +119,7 @@ class TraceSession(RankRequest[TracedRank]):
             "within_s": call.within_s,
             "pending": call.pending,
             "raised": call.raised,
-            "values": None if call.values is None else dataclasses.asdict(call.values),
+            "values": None if call.values is None else asdict(call.values),
         }
 
 
@@ -196,7 +196,8 @@ class TraceRegistry(RequestRegistry[TraceSession]):
             new_count = len(session.events) - known_count
             added = [session.events.pop() for _ in range(new_count)]
             added.reverse()  # equal times keep their order
-            session.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
+            added.sort(key=lambda event: str(event[1].get("at", "")))
+            session.events.extend(added)
         for session, traced in self._iter_active_ranks():
             is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
             if is_due and traced.process.agent == beat.agent:
@@ -260,7 +261,8 @@ async def stream_events(
         while session.events:
             last_sent_at = clock.monotonic()
             count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
-            yield "".join(encode_event(*session.events.popleft()) for _ in range(count))
+            events = [session.events.popleft() for _ in range(count)]
+            yield "".join(encode_event(name, data) for name, data in events)
         if session.status == "done" or is_closed():
             if is_closed():
                 reason = "closed"

@@ -57,7 +57,8 @@ class PerformanceTotals:
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
         """Adds a report, unless it is repeated, without unknown processes and streams."""
-        report, agent = beat.performance, fleet.agents[beat.agent]
+        report = beat.performance
+        agent = fleet.agents[beat.agent]
         if report is None or report.number <= self._report_numbers.get(beat.agent, 0):
             return
         self._report_numbers[beat.agent] = report.number
@@ -82,9 +83,8 @@ class PerformanceTotals:
             group.queued |= stream.completed is None
             members = stream.group.ranks
             if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
-                for spread_us in group.add_samples(
-                    rank, beat.agent, part.samples, self.clocks, now
-                ):
+                spreads_us = group.add_samples(rank, beat.agent, part.samples, self.clocks, now)
+                for spread_us in spreads_us:
                     job.spread.add_duration(spread_us)
 
     def get_job(self, attempt: Attempt) -> JobTotals:
@@ -228,7 +228,7 @@ class GroupTotals:
         """Records a member's arrivals. Returns the spreads in microseconds of the calls that all
         members have reported by then.
         """
-        spreads_us: list[float] = []
+        spreads_us = []
         member_count = len(self.group.ranks)
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
         for seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes in samples:
@@ -244,10 +244,7 @@ class GroupTotals:
                 call.size_bytes = -1
             since_s = since_previous_us / 1e6 if since_previous_us >= 0 else math.inf
             call.arrivals[rank] = Arrival(
-                rank,
-                arrived_at=entered_us / 1e6,
-                host=agent,
-                since_previous_s=since_s,
+                rank, arrived_at=entered_us / 1e6, host=agent, since_previous_s=since_s
             )
             call.durations_us[rank] = duration_us
             if len(call.arrivals) == member_count:
@@ -260,7 +257,7 @@ class GroupTotals:
 
     def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
         """Compares the arrivals at a call. Returns their spread in microseconds."""
-        arrivals: list[Arrival] = []  # the times are this server's
+        arrivals = []  # the times are this server's
         for arrival in call.arrivals.values():
             low, high = clocks.get(arrival.host, (0.0, 0.0))
             arrived_at = arrival.arrived_at + (low + high) / 2
@@ -298,7 +295,8 @@ class GroupTotals:
         if started_at > history.started_at:
             history.closed_points.extend(history.list_current_point())
             history.started_at = started_at
-            history.current, history.spread = OperationTotals(), DurationHistogram()
+            history.current = OperationTotals()
+            history.spread = DurationHistogram()
         return history
 
 

@@ -43,9 +43,10 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
         if group.arrivals.straggler is not None
     }
     causes = stragglers.find_straggler_causes(late_by_group)
-    ranked: list[tuple[tuple[bool, bool, float, int], RankedGroup]] = []
+    ranked = []
     for number, totals in enumerate(groups):
-        late, straggler = totals.arrivals.straggler, None
+        late = totals.arrivals.straggler
+        straggler = None
         because_of = causes.get(number)
         waited_share = 0.0
         if late is not None:
@@ -86,9 +87,9 @@ def describe_group_performance(
 ) -> GroupPerformance:
     totals = ranked.totals
     arrivals = totals.arrivals
-    series: list[OperationSeries] = []
+    series = []
     for op, history in totals.histories.items():
-        points: list[PeriodStats] = []
+        points = []
         for point in history.list_points():
             latency_p50_s, latency_p95_s = point.latency_p50_p95 or (None, None)
             spread_p50_s, spread_p95_s = point.spread_p50_p95 or (None, None)

@@ -64,7 +64,8 @@ class Aborter:
         its name are ignored.
         """
         shared = self.shared
-        attempts, incidents = shared.fleet.attempts, shared.incidents
+        attempts = shared.fleet.attempts
+        incidents = shared.incidents
         for record in incidents.records.values():
             attempt = attempts.get(record.attempt_key)
             is_ordered = _get_state(record) == "ordered"
@@ -74,7 +75,8 @@ class Aborter:
                 now = shared.now()
                 self.orders.collect_results(record, attempt, now)
                 aborts = record.recovery.aborts
-                results = {a.result for a in aborts if a.ordered_at == aborts[-1].ordered_at}
+                last_ordered_at = aborts[-1].ordered_at
+                results = {abort.result for abort in aborts if abort.ordered_at == last_ordered_at}
                 if results == {"left"}:
                     incidents.update_recovery(record, state="planned")
                 elif "ordered" not in results:
@@ -95,13 +97,15 @@ class Aborter:
                         getattr(error, "orig", error),
                     )
                 self._is_failing = True
-        self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
+        for key in self._aborted_at.keys() - attempts.keys():
+            del self._aborted_at[key]
 
     async def _advance_recovery(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float
     ) -> None:
         incidents = self.shared.incidents
-        began, now = time.perf_counter(), self.shared.now()
+        began = time.perf_counter()
+        now = self.shared.now()
         state = _get_state(record)
         if state in _UNDECIDED and now < record.recovery_check_at:
             return
@@ -133,11 +137,13 @@ class Aborter:
         state = _get_state(record)
         if decision.step is Step.END:
             # Ranks may be ended for another incident, which may resolve this one too.
-            is_concurrent = any(
-                _get_state(other) in (("announced", "ordered") if other.is_open else ("ordered",))
-                for other in incidents.records.values()
-                if other is not record and other.attempt_key == record.attempt_key
-            )
+            is_concurrent = False
+            for other in incidents.records.values():
+                if other is record or other.attempt_key != record.attempt_key:
+                    continue
+                other_state = _get_state(other)
+                is_concurrent |= other_state == "ordered"
+                is_concurrent |= other_state == "announced" and other.is_open
             if state in ("announced", "ordered") or not is_concurrent:
                 self._end_ranks(record, attempt, decision)
         elif state == "ordered":
@@ -146,7 +152,8 @@ class Aborter:
     def _gather_facts(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
     ) -> Facts:
-        shared, incident = self.shared, record.incident
+        shared = self.shared
+        incident = record.incident
         recovery = incident.recovery
         has_evidence = (
             shared.now() - record.opened_at > MAX_EVIDENCE_DELAY_S
@@ -186,8 +193,10 @@ class Aborter:
 
     def _end_ranks(self, record: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
         """Takes the next step of a due recovery. It is ordered once its announcement is written."""
-        incidents, clock = self.shared.incidents, self.shared.clock
-        recovery, now = record.recovery, clock.monotonic()
+        incidents = self.shared.incidents
+        clock = self.shared.clock
+        recovery = record.recovery
+        now = clock.monotonic()
         extends_to_job = recovery.scope == "culprits" and decision.scope == "job"
         is_extended = recovery.state == "done" and extends_to_job
         if recovery.state in ("planned", "withheld") or is_extended:
@@ -313,13 +322,16 @@ class AbortOrders:
 
     def _list_orders(self, record: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
         """The orders of an incident, with the ids of their commands."""
-        return [item for item in self._orders.items() if item[1].incident == record.incident.id]
+        incident_id = record.incident.id
+        return [entry for entry in self._orders.items() if entry[1].incident == incident_id]
 
     def _record_failure(
         self, record: IncidentRecord, order: _AbortOrder, error: str, signal: int | None = None
     ) -> None:
-        process, aborts = order.process, record.recovery.aborts
-        if not any(abort.rank == process.rank and abort.result == "ordered" for abort in aborts):
+        process = order.process
+        aborts = record.recovery.aborts
+        open_ranks = {abort.rank for abort in aborts if abort.result == "ordered"}
+        if process.rank not in open_ranks:
             # The order is beyond the number that the recovery lists.
             listed = (*aborts, _list_order(process, aborts[-1].ordered_at))
             self.shared.incidents.update_recovery(record, aborts=listed)
@@ -339,8 +351,8 @@ class AbortOrders:
 
     def _record_result(self, record: IncidentRecord, rank: int, **changes: Any) -> None:
         """Sets the result of the open order to end a rank."""
-        aborts = tuple(
-            replace(abort, **changes) if abort.rank == rank and abort.result == "ordered" else abort
-            for abort in record.recovery.aborts
-        )
-        self.shared.incidents.update_recovery(record, aborts=aborts)
+        aborts = list(record.recovery.aborts)
+        for number, abort in enumerate(aborts):
+            if abort.rank == rank and abort.result == "ordered":
+                aborts[number] = replace(abort, **changes)
+        self.shared.incidents.update_recovery(record, aborts=tuple(aborts))

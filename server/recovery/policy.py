@@ -73,7 +73,8 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
-    incident, alerts = facts.incident, facts.alerts
+    incident = facts.incident
+    alerts = facts.alerts
     if not (incident.is_open and incident.is_alert and incident.kind in rules.kinds):
         return _NOTHING
     if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:
@@ -116,7 +117,8 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
         return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
     involved = [alive[rank] for rank in candidates | waiting]
     since = now if facts.planned_at is None else facts.planned_at
-    due_at = max(since, facts.aborted_at, *(p.last_advanced_at for p in involved)) + rules.after
+    advances = [process.last_advanced_at for process in involved]
+    due_at = max(since, facts.aborted_at, *advances) + rules.after
     all_report = all(process.reports.last_seen_at >= oldest_at for process in involved)
     is_due = facts.planned_at is not None and now >= due_at
     step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT

@@ -114,7 +114,8 @@ def migrate(engine: sa.Engine) -> None:
             if is_shared:
                 db.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             present = MigrationContext.configure(db).get_current_revision()
-            if present not in {None, *(step.revision for step in scripts.walk_revisions())}:
+            known = [step.revision for step in scripts.walk_revisions()]
+            if present is not None and present not in known:
                 raise StoreError(
                     f"{place} was written by a newer hangwatch (its schema is {present},"
                     f" this release supports {newest}): install that release again, or start this"

@@ -102,7 +102,7 @@ class PersistenceWorker:
         if not records and not attempts:
             return
         self._writing = set(records)
-        incidents: list[Row] = []
+        incidents = []
         for record in records.values():
             if record.is_own:  # no other server has taken it over meanwhile
                 with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
@@ -166,7 +166,8 @@ class PersistenceWorker:
         self.is_saved = False
 
     async def _synchronise(self) -> None:
-        shared, store = self.shared, self.store
+        shared = self.shared
+        store = self.store
         incidents = shared.incidents
         now = shared.now()
         if store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
@@ -180,13 +181,11 @@ class PersistenceWorker:
             self._pruned_at = now
             before = shared.clock.wall() - timedelta(days=self.retention_days)
             # The open incidents of running jobs are kept, whatever their age.
-            kept_ids = {
-                record.incident.id
-                for record in incidents.records.values()
-                if record.is_live
-                and (attempt := shared.fleet.attempts.get(record.attempt_key)) is not None
-                and not attempt.is_finished
-            }
+            kept_ids = set()
+            for record in incidents.records.values():
+                attempt = shared.fleet.attempts.get(record.attempt_key)
+                if record.is_live and attempt is not None and not attempt.is_finished:
+                    kept_ids.add(record.incident.id)
             deleted_ids = await asyncio.to_thread(
                 store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
             )

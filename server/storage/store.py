@@ -124,9 +124,10 @@ class Store:
             .order_by(INCIDENTS.c.id.desc())
             .limit(MAX_RECORDS_KEPT)
         )
-        changed = [
-            row.id for row in self._read_rows(newest) if known_revisions.get(row.id) != row.revision
-        ]
+        changed = []
+        for row in self._read_rows(newest):
+            if known_revisions.get(row.id) != row.revision:
+                changed.append(row.id)
         if not changed:
             return []
         rows = self._read_rows(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed)))
@@ -147,7 +148,8 @@ class Store:
         c = ATTEMPTS.c
         mine = sa.select(ATTEMPTS).filter_by(server=self._server)
         latest = mine.with_only_columns(c.job, sa.func.max(c.number)).group_by(c.job)
-        query = mine.where(sa.tuple_(c.job, c.number).in_(latest)).order_by(c.last_seen_at)
+        is_latest = sa.tuple_(c.job, c.number).in_(latest)
+        query = mine.where(is_latest).order_by(c.last_seen_at)
         return [_parse_attempt(row) for row in self._read_rows(query)]
 
     def load_aborted_ids(self, job: str) -> set[str]:
@@ -236,7 +238,8 @@ class Store:
             .order_by(INCIDENTS.c.id.desc())
         )
         oldest = format_timestamp(before)
-        deleted, total = [], 0
+        deleted = []
+        total = 0
         with self._engine.begin() as db:
             for row in db.execute(newest):
                 is_surplus = row.opened_at < oldest or total + row.size > max_bytes

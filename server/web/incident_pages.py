@@ -22,7 +22,6 @@ from hangwatch.stacks.frames import find_user_frame
 from hangwatch.stacks.trees import merge_stacks
 
 from ..http import api
-from ..http.api import PageOf100
 from ..http.app_state import AppState, State
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
 from ..http.rendering import STYLESHEET_PATH, make_attachment, wants_json
@@ -76,7 +75,7 @@ routes = APIRouter()
 
 @routes.get("/incidents", include_in_schema=False)
 async def show_incidents(
-    state: State, request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
+    state: State, request: Request, listed: api.PageOf100, query: Annotated[IncidentsQuery, Query()]
 ) -> Response:
     if wants_json(request):
         return api.make_incidents_response(listed, _find_matching_records(state, query))
@@ -152,7 +151,7 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     incident = state.get_incident(id).incident
     is_listed = parse_rank_filter(ranks)
     is_shown = is_listed or (lambda _: True)
-    stacks: list[MergedStack] = []
+    stacks = []
     for stack in incident.stacks:
         shown_ranks = tuple(filter(is_shown, stack.ranks))
         if shown_ranks:
@@ -219,10 +218,12 @@ def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
                 group_names[group.name] = group_name(group.name, group.desc)
                 ops[rank, stream.first_unfinished] = stream.op
     if incident.group:
-        group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
+        name = incident.group.name
+        group_names[name] = group_name(name, incident.group.desc)
     for call_class in incident.calls:
+        call = call_class.call
         for rank in call_class.ranks:
-            ops[rank, call_class.call.seq] = call_class.call.signature.op
+            ops[rank, call.seq] = call.signature.op
     return {"picture": picture, "group_names": group_names, "ops": ops}
 
 

@@ -114,7 +114,7 @@ class Plot:
 
 def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
     """The latencies and the arrival spreads of each operation that has some."""
-    plots: list[Plot] = []
+    plots = []
     for op, history in ranked_group.totals.histories.items():
         points = history.list_points()
         latencies = [point.latency_p50_p95 for point in points]

@@ -132,9 +132,10 @@ def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
     blocks: dict[str, list[int]] = {}
     for rank in expected:
         blocks.setdefault(labels[rank], []).append(rank)
+    packed_blocks = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
     return {
         "ranks": pack_ranks(expected),
-        "blocks": json.dumps([[label, pack_ranks(ranks)] for label, ranks in blocks.items()]),
+        "blocks": json.dumps(packed_blocks),
         "by": by,
         "choices": choices,
     }
@@ -164,7 +165,7 @@ class GroupRow:
 
 def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
     """Groups whose members are at different positions come first, then large ones."""
-    rows: list[GroupRow] = []
+    rows = []
     for group, streams in _list_group_streams(attempt):
         ranks_by_entered: dict[int, list[int]] = {}
         for rank, stream in sorted(streams.items()):
@@ -379,7 +380,8 @@ async def show_ranks(
 ) -> Response:
     if not wants_json(request):
         return serve_page(state, request, "ranks.html", lambda: _build_page_values(state, query))
-    attempt, now = choose_shown_attempt(state, query.job, query.attempt), state.now()
+    attempt = choose_shown_attempt(state, query.job, query.attempt)
+    now = state.now()
     if attempt is None:
         return make_json_response({"items": [], "next": None})
     overview = _get_overview(state, attempt)
@@ -415,7 +417,7 @@ def _build_page_values(state: AppState, query: RanksQuery) -> dict[str, Any]:
         return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
     now = state.now()
     shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
-    incident_ids: dict[int, str] = {}
+    incident_ids = {}
     for incident in reversed(overview.incidents):  # the most severe one is the last to set a rank's
         incident_ids.update(dict.fromkeys(incident.waiting, incident.id))
         incident_ids.update(dict.fromkeys(incident.culprits, incident.id))
@@ -450,7 +452,8 @@ def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> li
         ranks = [rank for rank in ranks if is_listed(rank)]
     elif text:
         ranks = [rank for rank in ranks if make_row(rank).contains_text(text.lower())]
-    key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
+    key = query.sort.removeprefix("-")
+    is_reversed = query.sort.startswith("-")
     if key == "rank":  # the ranks are in this order
         return ranks[::-1] if is_reversed else ranks
     column = SORTABLE_COLUMNS[key]

@@ -1,8 +1,11 @@
-"""What all pages have in common: each page and its stream of updates share one address."""
+"""What all pages have in common: each page and its stream of updates share one address, at which the
+parts of the page that change are sent as server-sent events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 from urllib.parse import urlencode
@@ -13,8 +16,13 @@ from fastapi.responses import Response
 from hangwatch.model.kinds import Severity
 from hangwatch.tracking.attempt import Attempt
 
-from ..http import stream
+from ..core.events import encode_event
+from ..core.problems import Problem
 from ..http.app_state import AppState
+
+POLL_INTERVAL_S = 0.5  # the time between two checks, which are simultaneous for all viewers
+ALIVE_INTERVAL_S = 2.0  # the time without changes after which an ``alive`` event is sent
+RETRY_MS = 1000
 
 TextQuery = Annotated[str, Query(max_length=500)]
 PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
@@ -40,7 +48,39 @@ def serve_page(
     if not request.headers.get("accept", "").startswith("text/event-stream"):
         return state.pages.render_page(template, **values())
     address = f"{path}?{request.url.query}"
-    return stream.make_stream_response(state, stream.follow_page(state, address, template, values))
+    return state.shared.events.make_response(_follow_page(state, address, template, values))
+
+
+async def _follow_page(
+    state: AppState, key: str, template: str, values: Callable[[], Mapping[str, object]]
+) -> AsyncIterator[str]:
+    """A viewer's events of page ``key``: ``part`` with id and HTML, ``alive``, at last ``gone``. All parts come
+    first, so that a reader that reconnects needs no earlier state, and each part when it changes. Parts are
+    rendered and encoded once for all viewers of a URL; sse-starlette would encode them for each.
+    """
+
+    def encode_parts() -> dict[str, str]:
+        parts = state.pages.render_parts(template, **values()).items()
+        return {name: encode_event("part", {"id": name, "html": html}) for name, html in parts}
+
+    loop = asyncio.get_running_loop()
+    sent: dict[str, str] = {}
+    last_sent_at = loop.time()
+    yield f"retry: {RETRY_MS}\n\n"
+    while not state.shared.events.is_closed:
+        try:
+            now = state.cache.get_or_compute(("page", key), encode_parts)
+        except Problem as problem:  # the page's subject no longer exists
+            yield encode_event("gone", {"detail": problem.detail})
+            return
+        changed_events = [text for name, text in now.items() if sent.get(name) != text]
+        if not changed_events and loop.time() - last_sent_at >= ALIVE_INTERVAL_S:
+            changed_events = [encode_event("alive", {})]
+        if changed_events:
+            last_sent_at = loop.time()
+            yield "".join(changed_events)
+        sent = now
+        await asyncio.sleep(POLL_INTERVAL_S - loop.time() % POLL_INTERVAL_S)
 
 
 def choose_shown_attempt(state: AppState, job: str, attempt: int | None) -> Attempt | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import cmath
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,11 +71,13 @@ def draw_graph(incident: Incident, places: Mapping[int, str]) -> GraphPicture:
     _place_boxes(boxes, calls_by_edge)
     margin = complex(BOX_WIDTH_PX, BOX_HEIGHT_PX) / 2
     margin += (PICTURE_MARGIN_PX + ARROW_BEND_PX) * (1 + 1j)
-    arrows: list[PictureArrow] = []
+    arrows = []
+    has_mutual_arrows = False
     for (start, end), calls in calls_by_edge.items():
         is_mutual = (end, start) in calls_by_edge
+        has_mutual_arrows |= is_mutual
         arrows.append(_draw_arrow(boxes[start], boxes[end], calls, is_mutual=is_mutual))
-    if any(edge[::-1] in calls_by_edge for edge in calls_by_edge):
+    if has_mutual_arrows:
         margin += LABEL_MARGIN_PX
     xs = [box.centre.real for box in boxes] or [0.0]
     ys = [box.centre.imag for box in boxes] or [0.0]
@@ -84,14 +87,18 @@ def draw_graph(incident: Incident, places: Mapping[int, str]) -> GraphPicture:
 
 
 def _merge_ranks(incident: Incident) -> tuple[list[PictureBox], CallsByEdge]:
-    waits, culprits = set(incident.waits), set(incident.culprits)
+    waits = set(incident.waits)
+    culprits = set(incident.culprits)
     # An incident keeps only some of thousands of waits. The first waiting rank without one
     # represents all of them: they wait for the culprits in the incident's own call.
     unlisted = set(incident.waiting) - culprits
     if waits:
         unlisted.difference_update(wait.rank for wait in waits)
-        callers = [c.ranks for c in incident.calls if c.call.seq == incident.seq]
-        unlisted.intersection_update(set().union(*callers))
+        callers: set[int] = set()
+        for call_class in incident.calls:
+            if call_class.call.seq == incident.seq:
+                callers.update(call_class.ranks)
+        unlisted &= callers
     if unlisted:
         representative = min(unlisted)
         group = incident.group.name if incident.group else ""
@@ -112,12 +119,13 @@ def _merge_ranks(incident: Incident) -> tuple[list[PictureBox], CallsByEdge]:
     boxes.sort(key=lambda box: (not box.is_culprit, -len(box.ranks), box.ranks))
     box_of_rank = {rank: number for number, box in enumerate(boxes) for rank in box.ranks}
     calls_by_edge: CallsByEdge = {}
-    for wait in sorted(waits, key=lambda w: (w.rank, w.on_rank, w.group, w.seq)):
+    for wait in sorted(waits, key=operator.attrgetter("rank", "on_rank", "group", "seq")):
         edge = box_of_rank[wait.rank], box_of_rank[wait.on_rank]
         if max(edge) < MAX_BOXES:
+            call = wait.group, wait.seq
             calls = calls_by_edge.setdefault(edge, [])
-            if (wait.group, wait.seq) not in calls:
-                calls.append((wait.group, wait.seq))
+            if call not in calls:
+                calls.append(call)
     return boxes[:MAX_BOXES], calls_by_edge
 
 
@@ -135,9 +143,10 @@ def _classify_ranks(waits: Collection[Wait], culprits: set[int]) -> dict[int, in
         for wait in waits:
             awaited[wait.rank].add((class_of[wait.on_rank], wait.group, wait.seq))
         numbers: dict[object, int] = {}
-        refined: dict[int, int] = {}
+        refined = {}
         for rank, number in class_of.items():
-            refined[rank] = numbers.setdefault((number, frozenset(awaited[rank])), len(numbers))
+            behaviour = number, frozenset(awaited[rank])
+            refined[rank] = numbers.setdefault(behaviour, len(numbers))
         if len(numbers) == len(set(class_of.values())):
             return refined
         class_of = refined

@@ -42,7 +42,7 @@ from hangwatch.server.alerting.channels import (
     CommandChannel,
     SlackWebhook,
     Webhook,
-    make_channels,
+    make_channel,
 )
 from hangwatch.server.core import limits
 from hangwatch.server.incidents.registry import IncidentRecord
@@ -117,7 +117,7 @@ def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
     """SECURITY.md: "Webhooks are signed if `--alert-secret` is set."."""
     with (
         WebhookReceiver() as hook,
-        run_alerter(make_channels([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
+        run_alerter([make_channel(hook.url, WEBHOOK_SECRET)]) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
@@ -158,9 +158,8 @@ def test_failing_channel_is_retried_without_affecting_others(
         WebhookReceiver(503, 503, 204) as flaky,
         WebhookReceiver(400) as final,
     ):
-        channels = make_channels(
-            [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command
-        )
+        urls = [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"]
+        channels = [*map(make_channel, urls), CommandChannel(address=command)]
         with run_alerter(channels) as (alerter, done, out):
             alerter.announce(make_incident(), OPENED, MOMENT)
             alerter.announce(make_incident(severity=Severity.WARNING), OPENED, MOMENT)
@@ -217,7 +216,7 @@ def test_alert_in_flight_at_shutdown_stays_undelivered() -> None:
 
 def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
     box, url = mailbox
-    with run_alerter(make_channels([url], None, None)) as (alerter, done, out):
+    with run_alerter([make_channel(url)]) as (alerter, done, out):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
     assert len(box.got) == 1, out.getvalue()
@@ -308,7 +307,7 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
 
 def test_chat_service_url_is_not_a_plain_webhook() -> None:
     slack = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"
-    [plain, chat] = make_channels(["https://a.example/x", slack], None, None)
+    plain, chat = make_channel("https://a.example/x"), make_channel(slack)
     assert isinstance(plain, Webhook)
     assert isinstance(chat, SlackWebhook)
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name

@@ -24,7 +24,7 @@ from hangwatch.server.alerting.channels import (
     TeamsWebhook,
     build_slack_message,
     build_teams_message,
-    make_channels,
+    make_channel,
 )
 from tests.simulation.http_receiver import (
     HttpReceiver,
@@ -211,7 +211,7 @@ def test_test_message_has_the_lowest_priority(service: Service) -> None:
     ],
 )
 def test_channel_by_url(url: str, kind: type) -> None:
-    (channel,) = make_channels([url], None, None)
+    channel = make_channel(url)
     assert isinstance(channel, kind)
     for secret in (KEY, "4ddbc191d40ee098cbaae6f3523ada2d", "TIiajkdnlazkcOXrIdevi7FQ"):
         assert secret not in channel.name and secret not in channel.key
@@ -219,5 +219,5 @@ def test_channel_by_url(url: str, kind: type) -> None:
 
 
 def test_region_chooses_the_address() -> None:
-    (duty,) = make_channels([f"pagerduty://{KEY}?region=eu"], None, None)
+    duty = make_channel(f"pagerduty://{KEY}?region=eu")
     assert isinstance(duty, PagerDuty) and ".eu." in duty.api_url

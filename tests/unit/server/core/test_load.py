@@ -13,8 +13,8 @@ import httpx
 
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
+from hangwatch.server.core.events import MAX_READERS
 from hangwatch.server.core.load import OVERLOAD_LATE_S, RETRY_AFTER_S, Load
-from hangwatch.server.http.stream import MAX_READERS, make_stream_response
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.harness.own_user import serve_own_user
@@ -103,12 +103,11 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
     app, state = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
-    readers = state.shared.events.readers
+    events = state.shared.events
+    readers = events.readers
 
     async def read_one() -> int:
-        stream: Any = make_stream_response(
-            state, state.shared.events.stream_events(None)
-        ).body_iterator
+        stream: Any = events.make_response(events.stream_events(None)).body_iterator
         await anext(aiter(stream))
         count = len(readers)
         await stream.aclose()

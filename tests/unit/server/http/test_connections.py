@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from hangwatch.server.core import limits
 from hangwatch.server.core.peers import PeerConnections
 from hangwatch.server.core.supervision import Counters
 from hangwatch.server.http import connections
@@ -121,8 +122,8 @@ def test_connection_releases_answered_request() -> None:
 def test_incomplete_request_times_out(
     sent: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+    monkeypatch.setattr(limits, "BODY_S", 0.2)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":

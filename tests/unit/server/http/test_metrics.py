@@ -53,7 +53,7 @@ def read_metrics(state: AppState) -> dict[str, float]:
 
 def test_metrics_size_for_16384_ranks(state: AppState) -> None:
     for host in range(2048):
-        state.watch.heartbeats.apply_heartbeat(
+        state.watch.apply_heartbeat(
             make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384)
         )
     began = time.monotonic()
@@ -72,7 +72,7 @@ def test_metrics_size_for_16384_ranks(state: AppState) -> None:
     assert metrics["process_resident_memory_bytes"] > 0
     assert len(metrics) < 100
     answers = [
-        state.watch.heartbeats.apply_heartbeat(
+        state.watch.apply_heartbeat(
             heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)
         )
         for host in range(2048)
@@ -84,7 +84,7 @@ def test_metrics_size_for_16384_ranks(state: AppState) -> None:
 
 def test_old_jobs_share_one_label(state: AppState) -> None:
     for number in range(MAX_JOBS_SHOWN + 50):
-        state.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
+        state.watch.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
     metrics = read_metrics(state)
     assert metrics['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (

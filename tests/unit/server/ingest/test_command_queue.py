@@ -27,7 +27,8 @@ def test_requests_are_serialized_and_rate_limited() -> None:
     ]
     command_queue.request_evidence(job, wants, 105.0)
     assert command_queue.take_unsent("a") == ()
-    command_queue.mark_answered("a", {first[0].id})
+    reply = StackReply(key="1-1", request=first[0].id, source="py-spy")
+    command_queue.accept_replies(Heartbeat(host="n", agent="a", number=1, samples=(reply,)))
     command_queue.request_evidence(job, wants, 105.0)
     assert [c.kind.value for c in command_queue.take_unsent("a")] == ["stacks"]
     command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
@@ -59,7 +60,7 @@ def test_only_what_was_requested_is_accepted_once() -> None:
             StackReply(key=command.key, request=request, source="py-spy") for request in requests
         )
         beat = Heartbeat(host="n", agent=agent, number=1, samples=samples)
-        kept, unrequested = command_queue.drop_unrequested(beat)
+        kept, unrequested = command_queue.accept_replies(beat)
         assert len(kept.samples) + unrequested == len(samples)
         return len(kept.samples)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
 
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import (
-    LONG_S,
-    SLICE_S,
-    HeartbeatQueue,
-    QueuedHeartbeat,
-)
+from hangwatch.server.ingest import heartbeat_queue
+from hangwatch.server.ingest.heartbeat_queue import LONG_S, SLICE_S, HeartbeatQueue
 
 
 @dataclass
@@ -41,24 +40,7 @@ class QueueHarness:
         self, number: int, urgent: bool = False, family: str = ""
     ) -> asyncio.Future[heartbeat.HeartbeatReply]:
         beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number)
-        return self.submit(lambda: beat, urgent, family)
-
-    def submit(
-        self, decode: Callable[[], heartbeat.Heartbeat], urgent: bool = False, family: str = ""
-    ) -> asyncio.Future[heartbeat.HeartbeatReply]:
-        replied: asyncio.Future[heartbeat.HeartbeatReply]
-        replied = asyncio.get_running_loop().create_future()
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if replied.cancelled():
-                return
-            if isinstance(reply, Exception):
-                replied.set_exception(reply)
-            else:
-                replied.set_result(reply)
-
-        self.queue.submit(QueuedHeartbeat(decode, urgent, time.monotonic(), take_reply, family))
-        return replied
+        return self.queue.submit(lambda: beat, urgent, family)
 
 
 def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
@@ -127,6 +109,20 @@ def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
     assert len(asyncio.run(run_diagnosis(60.0))) == 80
 
 
+def test_queue_is_emptied_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) * 1.01 * SLICE_S)
+    monkeypatch.setattr(heartbeat_queue, "time", clock)
+
+    async def submit_all() -> list[int]:
+        harness = QueueHarness()
+        replies = [harness.submit_heartbeat(n) for n in range(4)]
+        await asyncio.wait_for(asyncio.gather(*replies), 5.0)
+        return harness.ingested
+
+    assert asyncio.run(submit_all()) == [0, 1, 2, 3]
+
+
 def test_unreadable_heartbeat_fails_alone() -> None:
     async def submit_all() -> list[object]:
         harness = QueueHarness(ingest_time_s=SLICE_S)
@@ -137,7 +133,7 @@ def test_unreadable_heartbeat_fails_alone() -> None:
         come = [
             harness.submit_heartbeat(1),
             harness.submit_heartbeat(2),
-            harness.submit(raise_problem),
+            harness.queue.submit(raise_problem, False, ""),
             harness.submit_heartbeat(3),
         ]
         left = harness.submit_heartbeat(4)

@@ -44,7 +44,7 @@ class Scene:
         self, agent: str, *processes: heartbeat.ProcessUpdate, host: str = "node", owner: str = ""
     ) -> None:
         self.numbers[agent] = self.numbers.get(agent, 0) + 1
-        self.state.watch.heartbeats.apply_heartbeat(
+        self.state.watch.apply_heartbeat(
             heartbeat.Heartbeat(
                 host=host,
                 agent=agent,

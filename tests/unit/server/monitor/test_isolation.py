@@ -42,7 +42,7 @@ def report_hung_job(state: AppState, name: str) -> None:
         full=True,
         processes=job.make_process_updates(0, full=True),
     )
-    state.watch.heartbeats.apply_heartbeat(beat)
+    state.watch.apply_heartbeat(beat)
 
 
 def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
@@ -93,7 +93,7 @@ def test_slow_diagnosis_of_one_job_hides_no_other(
         for number in itertools.count(1):
             updates = job.make_process_updates(0, full=number == 1)
             beat = heartbeat.Heartbeat(host="other", agent="o", number=number, processes=updates)
-            state.watch.heartbeats.apply_heartbeat(beat)
+            state.watch.apply_heartbeat(beat)
             await asyncio.sleep(0.01)
 
     async def run() -> None:
@@ -118,7 +118,7 @@ def test_jump_of_an_agents_clock_stops_nothing(state: AppState) -> None:
             sent_s=sent_s,
             processes=job.make_process_updates(0, full=True),
         )
-        state.watch.heartbeats.apply_heartbeat(beat)
+        state.watch.apply_heartbeat(beat)
         asyncio.run(state.watch.loop.run_round())
     assert state.shared.failures.count == 0
 

@@ -13,7 +13,6 @@ from hangwatch.protocol.heartbeat import Heartbeat, ProcessIdentity, ProcessUpda
 from hangwatch.server.alerting.alerter import Delivery
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.http.heartbeats import check_claims
 from hangwatch.server.monitor.job_claims import (
     CONFIRM_WAIT_S,
     CONFIRMED_S,
@@ -88,7 +87,7 @@ class Scene:
             processes=(ProcessUpdate(key="1-1", identity=identity),),
         )
         try:
-            check_claims(self.claims, beat)
+            self.claims.check_heartbeat(beat)
         except Problem as problem:
             return problem.status
         self.shared.fleet.apply_heartbeat(beat, self.now)

@@ -23,7 +23,6 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.registry import IncidentRecord
-from hangwatch.server.ingest.heartbeat_queue import QueuedHeartbeat
 from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -61,17 +60,19 @@ def make_heartbeat(
 
 
 def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(1))
     (attempt,) = state.shared.fleet.attempts.values()
-    replies: list[heartbeat.HeartbeatReply | Exception] = []
+    replies: list[asyncio.Future[heartbeat.HeartbeatReply]] = []
     loop = None
+
+    def submit_heartbeat(number: int) -> None:
+        decode = functools.partial(make_heartbeat, number)
+        replies.append(state.watch.heartbeat_queue.submit(decode, False, ""))
 
     def time_reading() -> float:
         assert loop is not None
         for number in (2, 3):
-            decode = functools.partial(make_heartbeat, number)
-            queued = QueuedHeartbeat(decode, False, state.now(), replies.append)
-            loop.call_soon_threadsafe(state.watch.heartbeat_queue.submit, queued)
+            loop.call_soon_threadsafe(submit_heartbeat, number)
         deadline = state.now() + 5
         while len(state.watch.heartbeat_queue) < 2 and state.now() < deadline:
             pass
@@ -83,10 +84,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
         before = attempt.last_seen_at
         last_seen_at, _ = await state.watch.diagnoser.read_attempt(attempt, time_reading)
         assert last_seen_at == before, "nothing changed meanwhile"
-        while len(replies) < 2:
-            await asyncio.sleep(0)
-        for reply in replies:
-            assert isinstance(reply, heartbeat.HeartbeatReply)
+        for reply in await asyncio.gather(*replies):
             assert not reply.resync
         return attempt.last_seen_at
 
@@ -97,7 +95,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
 def test_job_is_not_shown_as_failing_while_it_is_diagnosed(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(1))
     shown: list[bool] = []
 
     def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
@@ -111,7 +109,7 @@ def test_job_is_not_shown_as_failing_while_it_is_diagnosed(
 
 
 def test_large_attempt_round_updates_states_and_job(state: AppState) -> None:
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(1))
     asyncio.run(state.watch.loop.run_round())
     (attempt,) = state.list_latest_attempts()
     assert state.describe_job(attempt).reported_ranks == 16
@@ -125,11 +123,11 @@ def test_states_of_large_attempt_are_updated_rarely(
 ) -> None:
     monkeypatch.setattr(limits, "LARGE_RANKS", large_ranks)
     monkeypatch.setattr(publisher, "STATES_FACTOR", 1e9)
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(1))
     asyncio.run(state.watch.loop.run_round())
     (published,) = state.watch.diagnoser.attempts.values()
     states = published.rank_states
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    state.watch.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(state.watch.loop.run_round())
     assert (published.rank_states != states) == are_updated
 
@@ -140,17 +138,14 @@ def test_only_host_with_stopped_process_is_polled_soon(
     monkeypatch.setattr(
         state.shared.load, "late_s", 0.2
     )  # the others are polled less often, but have no turns yet
+    assert state.watch.apply_heartbeat(make_heartbeat(1)).interval_s > cadence.PRESSING_INTERVAL_S
     assert (
-        state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
-        > cadence.PRESSING_INTERVAL_S
-    )
-    assert (
-        state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
+        state.watch.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
         == cadence.PRESSING_INTERVAL_S
     )
     monkeypatch.setattr(cadence, "MAX_PRESSING_AGENTS", 1)
     assert (
-        state.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
+        state.watch.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
         > cadence.PRESSING_INTERVAL_S
     )
 
@@ -158,9 +153,9 @@ def test_only_host_with_stopped_process_is_polled_soon(
 def test_hosts_of_large_jobs_may_report_changes_early(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).changes_s is None
+    assert state.watch.apply_heartbeat(make_heartbeat(1)).changes_s is None
     monkeypatch.setattr(state.shared.load, "late_s", 1.0)  # the load of thousands of hosts
-    changes_s = state.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).changes_s
+    changes_s = state.watch.apply_heartbeat(make_heartbeat(2)).changes_s
     assert (
         changes_s is not None
         and codec.decode_reply(
@@ -174,7 +169,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state.shared.load, "late_s", 1.0)
-    reply = state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    reply = state.watch.apply_heartbeat(make_heartbeat(1))
     assert (
         reply.details_s is not None
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
@@ -182,20 +177,20 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
     process = state.shared.fleet.attempts[AttemptKey("large", 0)].processes[0]
     last_seen_at = process.reports.last_seen_at
     assert (
-        state.watch.heartbeats.apply_heartbeat(
+        state.watch.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
         ).details_s
         is not None
     )
     assert process.reports.last_seen_at == last_seen_at < process.reports.agent_seen_at
-    state.watch.heartbeats.report_scheduler.suspected = {"a0": state.now() + 60.0}
+    state.watch.report_scheduler.suspected = {"a0": state.now() + 60.0}
     assert (
-        state.watch.heartbeats.apply_heartbeat(
+        state.watch.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=3, brief=True)
         ).details_s
         is None
     )
-    assert state.watch.heartbeats.apply_heartbeat(
+    assert state.watch.apply_heartbeat(
         heartbeat.Heartbeat(host="n0", agent="b0", number=7, brief=True)
     ).resync, "this server knows nothing of it"
 
@@ -207,7 +202,7 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     monkeypatch.setattr(state.shared.load, "late_s", 2.0)
     assert (
         state.watch.report_scheduler.get_limits("large").lost_after_s
-        > state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
+        > state.watch.apply_heartbeat(make_heartbeat(1)).interval_s
     )
     (attempt,) = state.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
@@ -258,7 +253,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             dataclasses.replace(processes[1], streams=tuple(odd[1:])),
             *processes[2:],
         )
-        return state.watch.heartbeats.apply_heartbeat(
+        return state.watch.apply_heartbeat(
             dataclasses.replace(make_heartbeat(number), processes=parted, **more)
         )
 
@@ -306,9 +301,7 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
         beat = heartbeat.Heartbeat(
             host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
         )
-        return tuple(
-            command.kind for command in state.watch.heartbeats.apply_heartbeat(beat).commands
-        )
+        return tuple(command.kind for command in state.watch.apply_heartbeat(beat).commands)
 
     for host in range(7):
         assert send_heartbeat(host, 1, chain=33) == ()
@@ -324,17 +317,15 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
 
 def test_hurried_heartbeat_is_not_counted_as_change_report(state: AppState) -> None:
     watch = state.watch
-    assert watch.heartbeats.apply_heartbeat(make_heartbeat(1, state="T")).urgent, (
+    assert watch.apply_heartbeat(make_heartbeat(1, state="T")).urgent, (
         "a stopped rank is polled again soon"
     )
-    assert "a0" not in watch.heartbeats.report_scheduler.suspected
-    watch.heartbeats.apply_heartbeat(make_heartbeat(2), urgent=True)
-    assert "a0" not in watch.heartbeats.report_scheduler.suspected, "the report was requested early"
-    assert not watch.heartbeats.apply_heartbeat(make_heartbeat(3)).urgent
-    watch.heartbeats.apply_heartbeat(make_heartbeat(4), urgent=True)
-    assert "a0" in watch.heartbeats.report_scheduler.suspected, (
-        "the agent reported a change on its own"
-    )
+    assert "a0" not in watch.report_scheduler.suspected
+    watch.apply_heartbeat(make_heartbeat(2), urgent=True)
+    assert "a0" not in watch.report_scheduler.suspected, "the report was requested early"
+    assert not watch.apply_heartbeat(make_heartbeat(3)).urgent
+    watch.apply_heartbeat(make_heartbeat(4), urgent=True)
+    assert "a0" in watch.report_scheduler.suspected, "the agent reported a change on its own"
 
 
 def test_missing_calls_are_awaited_briefly(
@@ -351,7 +342,7 @@ def test_missing_calls_are_awaited_briefly(
         dataclasses.replace(process, streams=(part,))
         for process, part in zip(processes, streams, strict=False)
     )
-    state.watch.heartbeats.apply_heartbeat(
+    state.watch.apply_heartbeat(
         dataclasses.replace(make_heartbeat(1), processes=(*parted, *processes[2:]))
     )
     asyncio.run(state.watch.loop.run_round())
@@ -362,11 +353,11 @@ def test_finished_large_attempt_is_dropped_for_next(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    state.watch.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(state.watch.loop.run_round())
     assert len(state.shared.fleet.attempts) == 1, "the last one is kept"
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    state.watch.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(state.watch.loop.run_round())
     assert [a.number for a in state.shared.fleet.attempts.values()] == [1]
     assert len(state.shared.fleet.processes) == 16
@@ -392,17 +383,17 @@ def test_dropped_attempt_memory_is_freed_immediately(
 
     made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
     beat = make_heartbeat(1)
-    state.watch.heartbeats.apply_heartbeat(
+    state.watch.apply_heartbeat(
         dataclasses.replace(
             beat,
             processes=tuple([dataclasses.replace(p, streams=(made,)) for p in beat.processes]),
         )
     )
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    state.watch.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     gc.disable()
     try:
         assert count_held() == 16
-        state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+        state.watch.apply_heartbeat(make_heartbeat(1, restart=1))
         asyncio.run(run_cleanup())
         assert count_held() == 0
     finally:
@@ -413,14 +404,14 @@ def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    state.watch.apply_heartbeat(make_heartbeat(1))
+    state.watch.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(state.watch.loop.run_round())
     assert len(state.shared.fleet.attempts) == 2, "its host may still report"
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_SILENT_S", -1.0)
     asyncio.run(state.watch.loop.run_round())
     assert [a.number for a in state.shared.fleet.attempts.values()] == [1]
-    assert not state.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (
+    assert not state.watch.apply_heartbeat(make_heartbeat(2)).resync, (
         "the host is back, with ranks of the attempt before"
     )
     assert [(a.number, len(a.processes)) for a in state.shared.fleet.attempts.values()] == [(1, 16)]
@@ -455,18 +446,16 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
             processes=(first, *processes[1:]),
         )
 
-    assert not state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (
+    assert not state.watch.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (
         "the other may be about to send"
     )
-    (command,) = state.watch.heartbeats.apply_heartbeat(
-        make_waiting_heartbeat(1, 1), urgent=True
-    ).commands
+    (command,) = state.watch.apply_heartbeat(make_waiting_heartbeat(1, 1), urgent=True).commands
     assert (command.kind, command.key) == (CommandKind.STACKS, "8-0")
     assert (
-        state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
+        state.watch.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
         <= cadence.PRESSING_INTERVAL_S
     )
-    (command,) = state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
+    (command,) = state.watch.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"
 
 

@@ -132,9 +132,9 @@ def state(tmp_path: Path) -> Iterator[AppState]:
 
 def test_host_of_a_suspect_does_not_report_less_often(state: AppState) -> None:
     beat = heartbeat.Heartbeat(host="n0", agent="a0", number=1)
-    assert state.watch.heartbeats.apply_heartbeat(beat).steady_s == 2.0
-    state.watch.heartbeats.report_scheduler.suspect_agents(["a0"], time.monotonic())
-    assert state.watch.heartbeats.apply_heartbeat(beat).steady_s is None
+    assert state.watch.apply_heartbeat(beat).steady_s == 2.0
+    state.watch.report_scheduler.suspect_agents(["a0"], time.monotonic())
+    assert state.watch.apply_heartbeat(beat).steady_s is None
 
 
 @pytest.mark.parametrize(

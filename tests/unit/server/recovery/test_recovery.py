@@ -328,7 +328,7 @@ class InProcessServer:
         aborts: tuple[heartbeat.AbortReply, ...] = (),
     ) -> heartbeat.HeartbeatReply:
         self.heartbeat_number += 1
-        return self.state.watch.heartbeats.apply_heartbeat(
+        return self.state.watch.apply_heartbeat(
             heartbeat.Heartbeat(
                 host="n", agent=f"a{restart}", number=self.heartbeat_number, full=True, aborts=aborts,
                 processes=tuple(self.make_process_update(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
@@ -370,7 +370,7 @@ class InProcessServer:
                 replace(self.make_process_update(rank, restart, None), ended=how, lifecycle=5)
                 for rank in (0, 1)
             )
-            self.state.watch.heartbeats.apply_heartbeat(
+            self.state.watch.apply_heartbeat(
                 heartbeat.Heartbeat(
                     host="n",
                     agent=f"a{restart}",
