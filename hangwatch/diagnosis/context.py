@@ -35,6 +35,7 @@ from .graph.graph import WaitGraph
 from .graph.progress import (
     awaits_remote_call,
     find_working_threads,
+    has_settled,
     has_stack_changed,
     has_two_samples,
     is_busy,
@@ -337,16 +338,16 @@ class DiagnosisContext:
         is_overdue = known_until - since >= self.limits.stall_after_s + UNTIMED_GRACE_S
         if is_busy(process) and not (is_overdue and waits_for_device(process, since)):
             return True
-        return shows_progress(process, since) or bool(self.list_working_callees(rank, since))
+        if self.shows_progress(process, since):
+            return True
+        return bool(self.list_working_callees(rank, since))
 
-
-def shows_progress(process: Process, since: float) -> bool:
-    """Whether samples since then show that a rank, or what it waits for on its host, makes progress."""
-    return (
-        has_stack_changed(process, since)
-        or is_transferring(process, since)
-        or bool(find_working_threads(process, since))
-    )
+    def shows_progress(self, process: Process, since: float) -> bool:
+        """Whether samples since then show that a rank, or what it waits for on its host, makes progress."""
+        if is_transferring(process, since) or find_working_threads(process, since):
+            return True
+        has_moved = has_stack_changed(process, since)
+        return has_moved and not has_settled(process, since, self.limits.stall_after_s)
 
 
 def is_quiet(attempt: Attempt, now: float, limits: Limits) -> bool:

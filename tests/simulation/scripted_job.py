@@ -291,18 +291,20 @@ class ScriptedJob:
     def advance_time(self, seconds: float) -> None:
         self.now += seconds
 
-    def report_stack(self, rank: int, *frames: Frame) -> None:
+    def report_stack(self, rank: int, *frames: Frame, cpu_s: float | None = None) -> None:
         """A sample of the rank's main thread shows these frames now, innermost first."""
-        self.report_stacks(rank, frames)
+        self.report_stacks(rank, frames, cpu_s=cpu_s)
 
     def report_stacks(
         self,
         rank: int,
         *threads: Iterable[Frame],
         device_hold: int | None = None,
+        cpu_s: float | None = None,
     ) -> None:
-        """A sample of the rank's threads shows these frames now, the main thread first. The calls of
-        the ``n``-th thread, from 1, are those that were made with ``thread=n``.
+        """A sample of the rank's threads shows these frames now, the main thread first, each with the
+        CPU time that it has used. The calls of the ``n``-th thread, from 1, are those that were made
+        with ``thread=n``.
         """
         callers = self._list_callers(rank)
         stacks = tuple(
@@ -313,6 +315,7 @@ class ScriptedJob:
                 call_recency=list(callers).index(n + 1) if n + 1 in callers else None,
                 called_uids=tuple(callers.get(n + 1, ())),
                 device_hold=device_hold,
+                cpu_s=cpu_s,
             )
             for n, frames in enumerate(threads)
         )

@@ -51,6 +51,10 @@ class _SampledInterval:
     before: StackSample
     newest: StackSample
 
+    @property
+    def duration_s(self) -> float:
+        return self.newest.taken_at - self.before.taken_at
+
     def find_former(self, thread: ThreadStack) -> ThreadStack | None:
         """The same thread or child process as one of the newest sample, in the sample before."""
         for former in self.before.threads:
@@ -72,7 +76,7 @@ class _SampledInterval:
         if former is None or former.moved_bytes is None or thread.moved_bytes is None:
             return 0.0
         moved = max(0, thread.moved_bytes - former.moved_bytes)
-        return moved / (self.newest.taken_at - self.before.taken_at)
+        return moved / self.duration_s
 
     def has_used_cpu(self, thread: ThreadStack) -> bool:
         """Whether a thread of the newest sample used the CPU, or waited for one."""
@@ -81,8 +85,8 @@ class _SampledInterval:
         if former is not None:
             cpu_s -= former.cpu_s or 0.0
             ready_s -= former.ready_s or 0.0
-        elapsed_s = self.newest.taken_at - self.before.taken_at
-        return cpu_s >= MIN_CPU_SHARE * elapsed_s or ready_s >= MIN_READY_SHARE * elapsed_s
+        is_running = cpu_s >= MIN_CPU_SHARE * self.duration_s
+        return is_running or ready_s >= MIN_READY_SHARE * self.duration_s
 
 
 def list_samples_since(process: Process, since: float) -> list[StackSample]:
@@ -171,18 +175,13 @@ def has_stack_changed(process: Process, since: float) -> bool:
     """Whether a rank's calling thread was in different Python functions. What a loop calls between two
     sleeps does not count: such a loop polls.
     """
-    # Both have the file and the name of each function, the outermost first.
     stacks = set()
     polling = set()  # stacks that end in a sleep
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
         if caller is None:
             continue
-        functions = tuple(
-            (frame.file, frame.function)
-            for frame in reversed(caller.frames)
-            if ".py" in frame.file or frame.file.startswith("<")
-        )
+        functions = _list_functions(caller)
         stacks.add(functions)
         if classify_activity(caller).waits is SLEEP:
             polling.add(functions)
@@ -192,6 +191,33 @@ def has_stack_changed(process: Process, since: float) -> bool:
         if not any(functions[: len(loop)] == loop for loop in polling)
     }
     return len(elsewhere) + len(polling) > 1
+
+
+def has_settled(process: Process, since: float, min_s: float) -> bool:
+    """Whether the newest samples show a rank's calling thread in one place for at least ``min_s``, in which
+    it made no progress: it did something before, and is stuck since.
+    """
+    samples = list_samples_since(process, since)
+    caller = samples[-1].calling_thread if samples else None
+    if caller is None:
+        return False
+    functions = _list_functions(caller)
+    first = samples[-1]
+    for sample in reversed(samples):
+        if sample.calling_thread is None or _list_functions(sample.calling_thread) != functions:
+            break
+        first = sample
+    interval = _SampledInterval(first, samples[-1])
+    return interval.duration_s >= min_s and not interval.is_working(caller)
+
+
+def _list_functions(thread: ThreadStack) -> tuple[tuple[str, str], ...]:
+    """The file and the name of each Python function of a thread, the outermost first."""
+    return tuple(
+        (frame.file, frame.function)
+        for frame in reversed(thread.frames)
+        if ".py" in frame.file or frame.file.startswith("<")
+    )
 
 
 def is_polling(process: Process, since: float) -> bool:

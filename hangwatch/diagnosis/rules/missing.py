@@ -24,8 +24,7 @@ from ..graph.edges import BlockedCall, WaitEdge, has_entered, is_not_initialized
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
-    find_working_threads,
-    is_transferring,
+    has_stack_changed,
     needs_another_sample,
 )
 from ..messages import describe_not_entered, describe_ranks, format_waiter_count, pluralize
@@ -202,7 +201,7 @@ class _ChainEnds:
             began_at = min(waits_by_end[rank].began_at for rank in spared)
             context.request_stacks(sorted(spared), (), began_at)
             for rank in sorted(spared)[:MAX_CULPRIT_STACKS]:
-                self._request_new_sample(context.processes[rank])
+                self._request_new_sample(context.processes[rank], began_at)
 
     def _classify_ends(self, ends: list[int]) -> dict[int, VerdictKind]:
         """The kind of each rank.
@@ -399,8 +398,8 @@ class _ChainEnds:
         if kind is VerdictKind.SLOW_RANK:
             context.request_device_evidence(alive_ranks, began_at)
             for process in alive:
-                if is_transferring(process, began_at) or find_working_threads(process, began_at):
-                    self._request_new_sample(process)
+                if context.shows_progress(process, began_at):
+                    self._request_new_sample(process, began_at)
 
     def _have_entered(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks have entered every call in which another rank may wait for them."""
@@ -410,12 +409,15 @@ class _ChainEnds:
             for blocked in self.waits_by_end[rank].blocked_calls
         )
 
-    def _request_new_sample(self, process: Process) -> None:
-        """Requests the stacks of a rank whose last sample is old: what it waits for worked then, and only a
-        new sample shows whether it still does.
+    def _request_new_sample(self, process: Process, began_at: float) -> None:
+        """Requests the stacks of a rank whose last sample is old: it, or what it waits for, made progress
+        then, and only a new sample shows whether that is still so.
         """
-        context, samples = self.context, process.samples
-        if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
+        context = self.context
+        interval_s = context.limits.stall_after_s
+        if has_stack_changed(process, began_at):
+            interval_s /= 2  # it is stuck once it has been in one place for the whole time
+        if process.samples and context.now - process.samples[-1].taken_at >= interval_s:
             context.request_stack(process.rank)
 
     def _accuse_outside_members(self, outside: Collection[int]) -> None:

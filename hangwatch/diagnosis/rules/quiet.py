@@ -30,7 +30,6 @@ from ..context import (
     find_newest_sample,
     get_pause_limit_s,
     has_paused,
-    shows_progress,
 )
 from ..graph.progress import (
     RankWait,
@@ -97,7 +96,7 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     # Where a CPU is scarce, ranks that poll look as if they worked, until they are sampled.
     needed_since = since | dict.fromkeys(working, began_at)
     is_missing = len(working) < len(processes) and _request_samples(context, sampled, needed_since)
-    working = working or tuple(p.rank for p in processes if _is_working(p, since[p.rank]))
+    working = working or tuple(p.rank for p in processes if _is_working(context, p, since[p.rank]))
     if working:
         context.pause_note = describe_ranks_with(working, "works")
         return
@@ -160,8 +159,8 @@ def _may_wait_in_calls(context: DiagnosisContext, processes: Collection[Process]
     return False
 
 
-def _is_working(process: Process, since: float) -> bool:
-    return shows_progress(process, since) or works_on_remote_call(process, since)
+def _is_working(context: DiagnosisContext, process: Process, since: float) -> bool:
+    return context.shows_progress(process, since) or works_on_remote_call(process, since)
 
 
 def _request_samples(

@@ -206,6 +206,53 @@ def test_loop_that_polls_makes_no_progress(
     assert (verdict.kind, verdict.culprits) == (kind, (1,))
 
 
+def make_moved_job() -> ScriptedJob:
+    """A job of two ranks, in which rank 1 has been in two places while rank 0 waited for it."""
+    job = ScriptedJob(2)
+    job.send_heartbeats()
+    job.make_call(0)
+    for stack in (CHECKING, READING):
+        job.advance_time(6)
+        job.send_heartbeats()
+        job.report_stack(1, *stack, make_frame("main"), cpu_s=0.0)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.SLOW_RANK
+    return job
+
+
+def test_rank_that_moved_and_is_stuck_since_is_missing() -> None:
+    job = make_moved_job()
+    job.advance_time(4)
+    assert 1 not in [request.rank for request in job.run_diagnosis().requests]
+    job.advance_time(7)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.SLOW_RANK, "nothing is known of it since its last sample"
+    assert 1 in [request.rank for request in job.run_diagnosis().requests if request.stacks]
+    job.report_stack(1, *READING, make_frame("main"), cpu_s=0.0)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.severity, verdict.culprits) == (
+        VerdictKind.MISSING_RANK,
+        Severity.ALERT,
+        (1,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stack", "cpu_s"),
+    [
+        (9, READING, 0.0),  # it was in one place for less than the limit
+        (11, CHECKING, 0.0),  # it has moved again
+        (11, READING, 1.0),  # it used the CPU
+    ],
+)
+def test_rank_that_moves_is_slow(seconds: float, stack: tuple[Frame, ...], cpu_s: float) -> None:
+    job = make_moved_job()
+    job.advance_time(seconds)
+    job.report_stack(1, *stack, make_frame("main"), cpu_s=cpu_s)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.SLOW_RANK
+
+
 def test_asynchronous_call_does_not_clear_culprit() -> None:
     """Rank 1 has a call in flight that rank 2 has not entered, yet it sits in its own code, and
     rank 2 waits for it.
