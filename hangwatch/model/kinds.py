@@ -247,7 +247,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     VerdictKind.SLOW_RANK: KindSpec(
         meaning=(
             "as `missing_rank`, but the rank is working or in a declared phase; becomes a"
-            " `missing_rank` alert at `--slow-limit`"
+            " `missing_rank` alert once it is stuck, and at the latest at `--slow-limit`"
         ),
         next_step="Ask what takes the culprit's code at `line` so long.",
         severity=Severity.WARNING,
