@@ -106,16 +106,22 @@ def _add_tag_mismatch(
     before: then that one may be right, and one of the ranks may use its tags in a different order.
     """
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
-    receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
     resolver = context.graph.resolver
-    for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        receiver, sender = edge.wait.rank, edge.wait.on_rank
-        sends = resolver.find_channels(sender, StreamKind.SEND, receiver, edge.group)
-        was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)
-        # A stream in which the sender is blocked counts more than one that is older.
-        for sending in sorted(sends, key=lambda s: (id(s) not in blocking_streams, s.entered_at)):
-            receive_count = resolver.count_met_calls(sender, sending)
-            if sending.tag != edge.stream.tag and sending.entered > receive_count:
+    for blocked in blocked_calls:
+        if blocked.stream.kind is not StreamKind.RECV:
+            continue
+        awaited_tag = blocked.stream.tag
+        for sender in blocked.awaited:
+            edge = blocked.make_edge(sender)
+            sends = resolver.find_channels(sender, StreamKind.SEND, blocked.rank, edge.group)
+            was_awaited_tag_sent = any(s.tag == awaited_tag and s.entered for s in sends)
+            # A stream in which the sender is blocked counts more than one that is older.
+            for sending in sorted(
+                sends, key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at)
+            ):
+                receive_count = resolver.count_met_calls(sender, sending)
+                if sending.tag == awaited_tag or sending.entered <= receive_count:
+                    continue
                 is_blocking = id(sending) in blocking_streams
                 return _explain_by_tags(verdict, edge, sending, is_blocking, was_awaited_tag_sent)
     return verdict
@@ -263,8 +269,10 @@ def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[in
 def _find_shortest_cycle(graph: WaitGraph, component: set[int]) -> list[WaitEdge]:
     """A shortest cycle of waits, starting with its lowest rank."""
     starts = sorted(component)[:_MAX_CYCLE_STARTS]
-    cycle = min((_find_cycle_from(graph, start, component) for start in starts), key=len)
-    lowest = min(range(len(cycle)), key=lambda index: cycle[index].wait.rank)
+    cycles = [_find_cycle_from(graph, start, component) for start in starts]
+    cycle = min(cycles, key=len)
+    ranks = [edge.wait.rank for edge in cycle]
+    lowest = ranks.index(min(ranks))
     return cycle[lowest:] + cycle[:lowest]
 
 
