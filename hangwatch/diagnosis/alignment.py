@@ -81,11 +81,11 @@ def align_calls(left: Calls, right: Calls, right_is_short: bool = False) -> Alig
     pairs = []
     cell = end
     while cell in preceding:
-        following, cell = cell, preceding[cell]
-        i, j = cell
-        left_call = left[i] if i < following[0] else None
-        right_call = right[j] if j < following[1] else None
+        i, j = preceding[cell]
+        left_call = left[i] if i < cell[0] else None
+        right_call = right[j] if j < cell[1] else None
         pairs.append((left_call, right_call))
+        cell = i, j
     pairs.reverse()
     pairs += [(None, call) for call in right[end[1] :]]
     pairs += [(call, None) for call in left[end[0] :]]

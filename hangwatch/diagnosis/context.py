@@ -260,10 +260,11 @@ class DiagnosisContext:
         call = edge.stream.calls.get(edge.seq)
         if call is None:
             return ()
-        ranks: Ranks = (edge.wait.rank,)
+        caller = edge.wait.rank
+        ranks: Ranks = (caller,)
         if edge.stream.peer is None:
-            callers = list_equal_callers(self.get_members(edge.group), edge.wait.rank, edge.seq)
-            ranks = tuple(rank for rank in callers if rank in waiting) or ranks
+            equal = list_equal_callers(self.get_members(edge.group), caller, edge.seq)
+            ranks = tuple(rank for rank in equal if rank in waiting) or ranks
         return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
 
     def find_blocking_thread(

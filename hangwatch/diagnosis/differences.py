@@ -125,11 +125,17 @@ class _Comparison:
         """The others and the culprits; if all are culprits, the first class are the others."""
         culprits = tuple(rank for rank in verdict.culprits if rank in self.members)
         classes = [call_class.ranks for call_class in verdict.calls]
-        others = next((ranks for ranks in classes if set(ranks).isdisjoint(culprits)), None)
-        if others is None and len(classes) > 1:
+        separate = [ranks for ranks in classes if set(ranks).isdisjoint(culprits)]
+        if separate:
+            others = separate[0]
+        elif len(classes) > 1:
             others, culprits = classes[0], classes[1]
-        known_others = tuple(rank for rank in others or () if rank in self.members)
-        return (known_others, culprits) if known_others and culprits else None
+        else:
+            return None
+        known_others = tuple(rank for rank in others if rank in self.members)
+        if not known_others or not culprits:
+            return None
+        return known_others, culprits
 
     def get_calls(self, ranks: Ranks) -> Calls:
         """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
@@ -345,11 +351,12 @@ def find_shift(alignment: Alignment) -> CallShift | None:
 
 def _agree_by_number(pairs: Sequence[CallPair], start: int) -> bool:
     """Whether the calls with equal numbers after the one of ``pairs[start]`` agree."""
-    left = {call.seq: make_call_key(call) for call in _select_side(pairs, 0)}
-    right = {call.seq: make_call_key(call) for call in _select_side(pairs, 1)}
+    left_keys = {call.seq: make_call_key(call) for call in _select_side(pairs, 0)}
+    right_keys = {call.seq: make_call_key(call) for call in _select_side(pairs, 1)}
     first = min(call.seq for call in pairs[start] if call is not None)
-    common = [seq for seq in left.keys() & right.keys() if seq > first]
-    return bool(common) and all(left[seq] == right[seq] for seq in common)
+    common = [seq for seq in left_keys if seq > first and seq in right_keys]
+    differing = [seq for seq in common if left_keys[seq] != right_keys[seq]]
+    return bool(common) and not differing
 
 
 def _select_side(pairs: Sequence[CallPair], side: int) -> list[Call]:
@@ -391,10 +398,12 @@ def find_swapped_calls(alignment: Alignment) -> tuple[Call, Call] | None:
     left = earlier[0] or later[0]
     right = earlier[1] or later[1]
     after = alignment.pairs[unpaired[1] + 1 :]
-    if left is None or right is None or not after or not all(map(_is_exact_match, after)):
+    if left is None or right is None or not after:
         return None
     is_same_call = make_call_key(left)[:2] == make_call_key(right)[:2]
-    return (left, right) if is_same_call else None
+    if not is_same_call or not all(map(_is_exact_match, after)):
+        return None
+    return left, right
 
 
 def find_left_out_calls(left: Calls, right: Calls, seq: int) -> list[Call]:

@@ -270,8 +270,10 @@ def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[in
 def _find_shortest_cycle(graph: WaitGraph, component: set[int]) -> list[WaitEdge]:
     """A shortest cycle of waits, starting with its lowest rank."""
     starts = sorted(component)[:_MAX_CYCLE_STARTS]
-    cycle = min((_find_cycle_from(graph, start, component) for start in starts), key=len)
-    lowest = min(range(len(cycle)), key=lambda index: cycle[index].wait.rank)
+    cycles = [_find_cycle_from(graph, start, component) for start in starts]
+    cycle = min(cycles, key=len)
+    ranks = [edge.wait.rank for edge in cycle]
+    lowest = ranks.index(min(ranks))
     return cycle[lowest:] + cycle[:lowest]
 
 

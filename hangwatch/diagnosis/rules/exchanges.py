@@ -178,11 +178,14 @@ def _compare_splits(context: DiagnosisContext, members: StreamsByRank) -> None:
 
 def _await_other_sizes(context: DiagnosisContext, members: StreamsByRank, seq: int) -> bool:
     """Whether calls that show which of two sizes is that of most members may still be reported."""
-    unknown = [r for r, s in members.items() if s.entered >= seq and seq not in s.calls]
+    entered = {rank: stream for rank, stream in members.items() if stream.entered >= seq}
+    unknown = [rank for rank, stream in entered.items() if seq not in stream.calls]
+    if not unknown:
+        return False
     for rank in unknown[:_MAX_REQUESTED_SIZES]:
         context.request_calls(rank, members[rank], CallWindow(seq, seq))
-    entered_at = [stream.entered_at for stream in members.values() if stream.entered >= seq]
-    return bool(unknown) and context.now - max(entered_at) <= MAX_EVIDENCE_WAIT_S + MIN_WAIT_S
+    last_entered_at = max(stream.entered_at for stream in entered.values())
+    return context.now - last_entered_at <= MAX_EVIDENCE_WAIT_S + MIN_WAIT_S
 
 
 def _iter_exchanges(calls: Mapping[int, Call], group: Group) -> Iterator[SplitExchange]:
