@@ -310,20 +310,20 @@ class _Collectives:
         recorded and most ranks have the same, the ranks with others are the outliers.
         """
         records = [member.records[seq] for member in self.members]
-        splits = [r.signature.splits for r in records if r.signature.splits is not None]
         count = len(records)
-        are_complete = all(len(sent) == len(expected) == count for sent, expected in splits)
-        if are_complete and len(splits) == count:
+        splits = [r.signature.splits for r in records if r.signature.splits is not None]
+        if splits:
             sent_splits = [sent for sent, _ in splits]
             expected_splits = [expected for _, expected in splits]
-            if list(zip(*sent_splits, strict=True)) == expected_splits:
+            are_complete = all(len(parts) == count for parts in (*sent_splits, *expected_splits))
+            if are_complete and list(zip(*sent_splits, strict=True)) == expected_splits:
                 for member, record in zip(self.members, records, strict=True):
                     member.replace_signature(seq, replace(record.signature, splits=None))
             return
         sizes = [record.sizes.elements for record in records]
         sent_total = sum(sent for sent, _ in sizes)
         expected_total = sum(expected for _, expected in sizes)
-        if splits or sent_total == expected_total:
+        if sent_total == expected_total:
             return
         (sent, expected), usual_count = Counter(sizes).most_common(1)[0]
         if sent == expected and 2 * usual_count > count:

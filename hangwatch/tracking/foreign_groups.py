@@ -135,25 +135,28 @@ class ForeignGroups:
         states = {}
         current = []  # the streams of the processes behind the numbers, unless that is contested
         channels = {}
-        for number, claims in group.claims.items():
-            member = None if group.is_contested else group.find_member(number)
-            for process in claims:
-                for stream in process.streams.values():
-                    if stream.group.foreign != group.identity:
-                        continue
-                    view = self._make_view(group, process, stream.group)
-                    view = views.setdefault((process.attempt.key, view.key, view.backend), view)
-                    process.attempt.replace_group(process, stream, view)
-                    peer = stream.member_peer
+        numbered = [
+            (number, process) for number, claims in group.claims.items() for process in claims
+        ]
+        for number, process in numbered:
+            attempt = process.attempt
+            is_current = not group.is_contested and process is group.find_member(number)
+            for stream in process.streams.values():
+                if stream.group.foreign != group.identity:
+                    continue
+                view = self._make_view(group, process, stream.group)
+                view = views.setdefault((attempt.key, view.key, view.backend), view)
+                attempt.replace_group(process, stream, view)
+                peer = stream.member_peer
+                if peer is not None:
+                    rank = view.ranks[peer] if peer < len(view.ranks) else -1
+                    _move_channel(process, stream, rank)
+                if stream.group_state is not None:
+                    states[id(stream.group_state)] = (attempt, stream.group_state)
+                if is_current:
+                    current.append((process, stream))
                     if peer is not None:
-                        rank = view.ranks[peer] if peer < len(view.ranks) else -1
-                        _move_channel(process, stream, rank)
-                    if stream.group_state is not None:
-                        states[id(stream.group_state)] = (process.attempt, stream.group_state)
-                    if process is member:
-                        current.append((process, stream))
-                        if peer is not None:
-                            channels[stream.kind, number, peer, stream.tag] = stream
+                        channels[stream.kind, number, peer, stream.tag] = stream
         for attempt, state in states.values():
             state.outside = {}
             for process, stream in current:
