@@ -180,7 +180,8 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
             blocked.append((process, oldest))
     calls = []
     ops = set()
-    ranks_by_call = defaultdict(set)  # the calls of groups all of whose members may be on this host
+    # Calls of groups all of whose members may be on this host
+    ranks_by_call: dict[Hashable, set[int]] = defaultdict(set)
     for process, stream in blocked:
         op = process.history.newest_ops.get(stream.uid, "")
         ops.add(op)

@@ -49,7 +49,7 @@ _MAX_GROUPS = 64
 def probe_cgroups(host: Host) -> Iterator[Observation]:
     """Kills for memory and withheld CPU time in the ranks' cgroups, if these have counters."""
     root = host.sys / _CGROUP_ROOT
-    folders = {}  # in the order of the ranks, each once
+    folders: dict[Path, None] = {}  # in the order of the ranks, each once
     for pid in host.pids:
         for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, root):
             folders[folder if folder.is_dir() else base] = None

@@ -148,7 +148,7 @@ def read_trace(
     first = max(from_index, written - reader.record_capacity, 0)
     entries = [reader.read_entry(index, now_ns) for index in range(first, written)]
     _bound_durations(entries)
-    calls = []
+    calls: list[RecordEntry] = []
     other_ops = set()
     missed = max(0, first - from_index)
     position = 0

@@ -67,7 +67,7 @@ def was_asleep(before: ThreadTurn | None, after: ThreadTurn | None) -> bool:
     return (before.sleeps, before.preemptions) == (after.sleeps, after.preemptions)
 
 
-def find_gil_candidates(pid: int, waiter: int, proc: str) -> list[int]:
+def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[int]:
     """The threads that may keep the GIL from the thread ``waiter``; empty if this thread does not
     wait for it, or if others have had it meanwhile, so that Python runs. Takes up to 0.4 seconds.
 
