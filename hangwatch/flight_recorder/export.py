@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from hangwatch.model.calls import JsonObject
 from hangwatch.model.operators import OPERATIONS, ListSide, OutputScale
-from hangwatch.report.documents import JsonObject
 from hangwatch.report.text import Document
 
 from .entries import DTYPE_NAMES

@@ -18,7 +18,6 @@ Run = tuple[int, int]  # the first and the last of consecutive ranks
 Place = tuple[str, str, int]  # a function, its file and a line
 
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
-Ranks = tuple[int, ...]
 _RANGE_PATTERN = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")  # 4, or 3-5
 
 
