@@ -174,6 +174,7 @@ class AgentSupervisor:
             text = os.pread(fd, 32, 0).strip()
             return int(text) if text.isdigit() else -1  # the node agent will write its pid next
         else:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile keeps the descriptor
             return 0
         finally:
             os.close(fd)
@@ -204,5 +205,7 @@ class AgentSupervisor:
 
     def _release_start_lock(self) -> None:
         if self._start_lock_fd is not None:
+            # A child that was forked meanwhile, such as a DataLoader worker, keeps the descriptor.
+            fcntl.flock(self._start_lock_fd, fcntl.LOCK_UN)
             os.close(self._start_lock_fd)
             self._start_lock_fd = None

@@ -202,7 +202,10 @@ def encode_signature(signature: Signature) -> JsonObject:
 
 def _parse_number(value: Any) -> float:
     """Raises ValueError for NaN, which no range excludes, and for infinite numbers."""
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError("a number that is too large") from error
     if not math.isfinite(number):
         raise ValueError(f"{number} where a number should be")
     return number

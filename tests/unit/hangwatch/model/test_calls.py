@@ -50,6 +50,7 @@ def test_members_that_are_no_fields_are_left_out() -> None:
         {"op": "gather", "numel": None},
         {"op": "gather", "numel": float("nan")},
         {"op": "gather", "agree": float("inf")},
+        {"op": "gather", "root": str(10**400)},
     ],
 )
 def test_malformed_signature_is_refused(data: dict[str, Any]) -> None:

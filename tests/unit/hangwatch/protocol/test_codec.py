@@ -78,6 +78,7 @@ def test_reply_has_as_many_commands_as_are_remembered() -> None:
         {"interval_s": "soon"},
         {"interval_s": float("nan")},
         {"clock_s": float("inf")},
+        {"clock_s": 10**400},
         {"commands": [{"id": "a", "kind": "calls", "key": "1-1", "from_seq": float("inf")}]},
         {"commands": 1},
         {"commands": [1]},
