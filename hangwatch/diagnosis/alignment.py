@@ -21,7 +21,7 @@ _EXACT_SCORE = 3  # the same call at the same line
 _OTHER_LINE_SCORE = 1  # the same call at another line
 _OTHER_ARGUMENTS_SCORE = 1  # the same operation at the same line, with other arguments
 
-Calls = tuple[Call, ...]  # in the order in which they were made
+Calls = tuple[Call, ...]  # oldest first
 CallPair = tuple[Call | None, Call | None]
 _CallKey = tuple[str, int, str]  # operation, hash of what must agree, line
 _Cell = tuple[int, int]

@@ -18,7 +18,7 @@ _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
 MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
 _MAX_WAITS_SHOWN = 4
 PHASE_HINT = "hangwatch.phase() declares work that may take long."
-# What a text says of one rank, and of several. A phrase comes before the words of which it consists.
+# The forms of a word for one rank and for several. A phrase comes before its single words.
 _PLURALS = {
     "Its process runs": "Their processes run",
     "its device": "their devices",

@@ -42,7 +42,7 @@ _MAX_SENTENCE_LENGTH = 1000
 _MAX_RUNS = 12  # runs of consecutive ranks
 _ENUMS = (VerdictKind, Severity, RankState, Resolution, Weight)
 _JOB_STATES = ("starting", "running", "stalled", "finished", "failed", "lost")
-# The arguments in which calls may differ, and the sides of a call with numbers that are not finite
+# The arguments in which calls may differ, and the sides of a call that can have NaN or infinite values
 _ARGUMENTS = ("op", "shape", "dtype", "reduce_op", "root", "peer", "splits", "tag", "detail")
 _SIDES = ("input", "output")
 # The words that hangwatch defines; then its ids and its times.

@@ -28,7 +28,7 @@ _CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAMS.slot.size
 _CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSSES.slot.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
-_MAX_LAST_CALLS = 64  # of each stream of a rank that has exited
+_MAX_LAST_CALLS = 64  # the limit for each stream of a rank that has exited
 _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
 
 Interned = TypeVar("Interned")

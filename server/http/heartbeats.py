@@ -80,7 +80,7 @@ class AgentEndpoint:
             if refusal is not None:
                 shared.counters.refused += 1
                 agent = find_agent(headers, body, grant)
-                if agent is not None:  # it and its ranks are not lost
+                if agent is not None:  # the node agent and its ranks are not lost
                     shared.fleet.mark_refused(agent, shared.now())
                 raise refusal
 

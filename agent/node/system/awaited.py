@@ -144,7 +144,9 @@ def _read_ends(pid: int, wanted: Collection[str], proc: str) -> dict[str, set[st
     for fd, link in read_descriptors(pid, proc).items():
         if link not in wanted:
             continue
-        with contextlib.suppress(OSError, LookupError, ValueError):  # it was closed just now
+        with contextlib.suppress(
+            OSError, LookupError, ValueError
+        ):  # a descriptor may be closed by now
             flags = int(read_fields(f"{proc}/{pid}/fdinfo/{fd}")["flags"], 8)
             modes = _ACCESS_MODES[flags & _ACCESS_MASK]
             ends.setdefault(link, set()).update(modes)

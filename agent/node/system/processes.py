@@ -18,7 +18,7 @@ PROC_ROOT = "/proc"
 ThreadStacks = tuple[ThreadStack, ...]  # the stacks of one process
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_TREE_PROCESSES = 256
-_MAX_DESCRIPTORS = 4096  # of a process
+_MAX_DESCRIPTORS = 4096  # the limit for one process
 _SCHEDSTAT_INTERVAL_NS = 900_000_000  # every other one of two readings a second
 # A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
 # host waits longer, one that only wakes now and then waits less.
@@ -155,7 +155,7 @@ def read_descriptors(pid: int, proc: str) -> dict[int, str]:
     except OSError:
         return links
     for name in names[:_MAX_DESCRIPTORS]:
-        with contextlib.suppress(OSError):  # it was closed just now
+        with contextlib.suppress(OSError):  # a descriptor may be closed by now
             links[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
     return links
 

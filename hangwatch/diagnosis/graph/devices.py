@@ -38,7 +38,7 @@ class DeviceGroup:
 
     ranks: tuple[int, ...]
     members: ProgressByRank
-    streams: StreamsByRank = field(default_factory=dict)  # of all members that report
+    streams: StreamsByRank = field(default_factory=dict)  # one for each member that reports
 
     @property
     def records_starts(self) -> bool:

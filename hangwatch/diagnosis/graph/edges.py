@@ -331,7 +331,7 @@ class WaitResolver:
         """The ranks any one of which may send to this receiver; none if enough was sent."""
         next_sends = {}
         able_ranks = set()
-        available_count = 0  # messages, except those that a receive by name took
+        available_count = 0  # messages that no receive by name has taken
         for member in stream.group.ranks:
             if member == rank:
                 continue

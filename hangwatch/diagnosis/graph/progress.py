@@ -194,8 +194,8 @@ def has_stack_changed(process: Process, since: float) -> bool:
 
 
 def has_settled(process: Process, since: float, min_s: float) -> bool:
-    """Whether the newest samples show a rank's calling thread in one place for at least ``min_s``, in which
-    it made no progress: it did something before, and is stuck since.
+    """Whether a rank that moved is stuck now: the newest samples show its calling thread in one place for
+    at least ``min_s``, and no progress during that time.
     """
     samples = list_samples_since(process, since)
     caller = samples[-1].calling_thread if samples else None

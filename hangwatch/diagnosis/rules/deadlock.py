@@ -57,7 +57,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     blocked_calls = [blocked for rank in culprits for blocked in graph.blocked_calls[rank]]
     began_at = max(blocked.began_at for blocked in blocked_calls)
     waiting = (component | waiters) - core
-    # The ranks whose waiting is a guess, or of which another thread was seen working.
+    # A rank is uncertain if its wait is a guess or another of its threads was seen working.
     uncertain = core & graph.uncertain_ranks
     for rank in core & context.processes.keys():
         if has_working_thread(context.processes[rank], began_at):

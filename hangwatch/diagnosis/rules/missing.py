@@ -416,7 +416,7 @@ class _ChainEnds:
         context = self.context
         interval_s = context.limits.stall_after_s
         if has_stack_changed(process, began_at):
-            interval_s /= 2  # it is stuck once it has been in one place for the whole time
+            interval_s /= 2  # two samples within the limit show whether the rank stays in one place
         if process.samples and context.now - process.samples[-1].taken_at >= interval_s:
             context.request_stack(process.rank)
 

@@ -249,7 +249,7 @@ def _is_idle(
         if process.rank in workers:
             is_idle = waits.may_be_idle
         elif sample is not None and waits.waits_for_thread:
-            # Another one of its threads, for which it waits, may serve the clients.
+            # The calling thread may wait for another one that serves the clients.
             others = [thread for thread in list_other_threads(sample) if thread.pid is None]
             is_idle |= any(classify_activity(thread).waits.awaits_requests for thread in others)
         if not is_idle:

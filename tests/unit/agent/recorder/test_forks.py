@@ -44,14 +44,14 @@ def test_child_forked_during_the_start_of_a_node_agent_keeps_no_lock(
     supervisor._start_agent(now=0.0)
     ends_of_pipe = os.pipe()
     child = os.fork()
-    if not child:  # it ends once its parent has closed the pipe
+    if not child:  # the child ends once its parent has closed the pipe
         os.close(ends_of_pipe[1])
         os.read(ends_of_pipe[0], 1)
         os._exit(0)
     try:
         supervisor._release_start_lock()
         with (tmp_path / run_dir.START_LOCK_NAME).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the lock is held
     finally:
         os.close(ends_of_pipe[0])
         os.close(ends_of_pipe[1])

@@ -30,7 +30,7 @@ def out(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
         logging.getLogger(name).removeHandler(handler)
 
 
-FLOOD = 100  # messages, of which a busy machine writes all within the window
+FLOOD = 100  # messages; even a busy machine writes them all within one window
 
 
 def fail(text: str) -> None:

@@ -207,7 +207,7 @@ def test_loop_that_polls_makes_no_progress(
 
 
 def make_moved_job() -> ScriptedJob:
-    """A job of two ranks, in which rank 1 has been in two places while rank 0 waited for it."""
+    """A job of two ranks: rank 0 waits, and rank 1 was seen in two places since then."""
     job = ScriptedJob(2)
     job.send_heartbeats()
     job.make_call(0)
@@ -240,9 +240,9 @@ def test_rank_that_moved_and_is_stuck_since_is_missing() -> None:
 @pytest.mark.parametrize(
     ("seconds", "stack", "cpu_s"),
     [
-        (9, READING, 0.0),  # it was in one place for less than the limit
-        (11, CHECKING, 0.0),  # it has moved again
-        (11, READING, 1.0),  # it used the CPU
+        (9, READING, 0.0),  # one place, but for less than the limit
+        (11, CHECKING, 0.0),  # another place
+        (11, READING, 1.0),  # one place, with CPU time
     ],
 )
 def test_rank_that_moves_is_slow(seconds: float, stack: tuple[Frame, ...], cpu_s: float) -> None:
