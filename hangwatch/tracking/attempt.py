@@ -541,17 +541,22 @@ class Attempt:
             stream.reported_hashes = stream.reported_hashes[-NEWEST_KEPT:]
             return
         sending = stream if stream.kind is StreamKind.SEND else other
-        found = find_divergence({0: stream, 1: other})
-        if found is None:
-            self.diverged_channels.pop(id(sending), None)
-            common = stream.hashes_by_seq.keys() & other.hashes_by_seq.keys()
-            first, last = max(common, default=0), inf
-            kept_count = NEWEST_KEPT
-        else:
+        ours = stream.hashes_by_seq
+        theirs = other.hashes_by_seq
+        common = ours.keys() & theirs.keys()
+        equal = {seq for seq in common if ours[seq] == theirs[seq]}
+        different = common - equal
+        if different:
             self.has_urgent_changes |= id(sending) not in self.diverged_channels
             self.diverged_channels[id(sending)] = sending
-            first, last = found.last_equal, found.first_different
+            last = min(different)
+            first = max([seq for seq in equal if seq < last], default=0)
             kept_count = MAX_PINNED_PAIRS
+        else:
+            self.diverged_channels.pop(id(sending), None)
+            last = inf
+            first = max(equal, default=0)
+            kept_count = NEWEST_KEPT
         for end in (stream, other):
             pairs = [pair for pair in end.reported_hashes if first <= pair[0] <= last]
             end.reported_hashes = (*pairs[:1], *pairs[1:][1 - kept_count :])

@@ -368,12 +368,14 @@ class GroupState:
                 del self.streams_by_side[value]
 
 
-def merge_hashes(history: Hashes, report: Iterable[HashPair]) -> Hashes:
+def merge_hashes(history: Hashes, report: Hashes) -> Hashes:
     """The hashes of both, by position. Where both have one, the report's counts.
 
     >>> merge_hashes(((4, 44), (90, 990)), ((89, 989), (90, 990)))
     ((4, 44), (89, 989), (90, 990))
     """
+    if not history or not report or history[-1][0] < report[0][0]:
+        return (*history, *report)
     return tuple(sorted((dict(history) | dict(report)).items()))
 
 
@@ -439,10 +441,7 @@ class HashHistories:
             return extended[2]
         if len(self._extended) >= self.capacity:
             self._extended.clear()
-        if not history or history[-1][0] < report[0][0]:
-            after = (*history, *report)
-        else:
-            after = merge_hashes(history, report)
+        after = merge_hashes(history, report)
         if len(after) > MAX_PAIRS:
             after = thin_hashes(after, pinned)
         # The entry keeps both alive, so that no other object has their identities.
