@@ -39,6 +39,7 @@ MAX_SEQ = 1 << 63  # no sequence number is as high
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 # Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
 TORCH_IMPORT_S = 30.0
+_PULSE_RESOLUTION_NS = 1_000_000
 _TORCH_LIBRARY = "/torch/lib/libtorch"
 
 
@@ -72,6 +73,9 @@ class WatchedProcess:
     is_left_out: bool = False  # the server refused it without its ring, too: it is not reported
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
+    # When its recorder's thread was last seen to run, and `CpuActivity.paused_ns` then.
+    _pulse_ns: int = 0
+    _paused_at_pulse_ns: int = 0
     _ring_inode: int = 0  # the file that the history is of
 
     def __post_init__(self) -> None:
@@ -143,6 +147,10 @@ class WatchedProcess:
         new_records = [record for record in delta.records if record[STAMP] > known_count]
         self.call_log.add_records(new_records)
         self.snapshot = snapshot
+        pulse_ns = now_ns - int(1e9 * snapshot.pulse_s)
+        if pulse_ns - self._pulse_ns >= _PULSE_RESOLUTION_NS:
+            self._pulse_ns = pulse_ns
+            self._paused_at_pulse_ns = self.activity.paused_ns
         self.is_flooded = len(new_records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
             self.tally.add_records(new_records, snapshot.streams, self.reader)
@@ -250,7 +258,13 @@ class WatchedProcess:
             faults=tuple(self.faults.values()),
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
-        return updates.ProcessView(process=process, snapshot=self.snapshot)
+        snapshot = self.snapshot
+        paused_s = (activity.paused_ns - self._paused_at_pulse_ns) / 1e9
+        if snapshot is not None and paused_s and snapshot.pulse_s:
+            # A process that our py-spy pauses is not frozen: with thousands of threads, that takes seconds.
+            pulse_s = max(_PULSE_RESOLUTION_NS / 1e9, snapshot.pulse_s - paused_s)
+            snapshot = replace(snapshot, pulse_s=pulse_s)
+        return updates.ProcessView(process=process, snapshot=snapshot)
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""

@@ -343,6 +343,7 @@ class CpuActivity:
     last_busy_ns: int  # when one of them was last seen using a CPU or waiting for one
     state: str = "?"
     cpu_s: float = 0.0
+    paused_ns: int = 0  # for how long our py-spy has paused it, all in all
     _read_ns: int = 0
     _main: ThreadActivity = field(default_factory=ThreadActivity)
     # The thread that made the newest call, if that is another one than the main thread.
@@ -367,6 +368,7 @@ class CpuActivity:
         read_ns, self._read_ns = self._read_ns or now_ns, now_ns
         if self.state == "t" and is_traced_by_own(pid, proc):
             self.state = "S"
+            self.paused_ns += now_ns - read_ns
             self.last_busy_ns = min(now_ns, self.last_busy_ns + now_ns - read_ns)
         if self.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has ended (pthread_exit), the others continue

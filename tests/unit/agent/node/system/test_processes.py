@@ -374,6 +374,7 @@ def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
         held.wait()
     idle_ns = 10 * SECOND_NS - activity.last_busy_ns
     assert (activity.state, idle_ns) == (state, idle_s * SECOND_NS)
+    assert activity.paused_ns == (10 - idle_s) * SECOND_NS
 
 
 @pytest.mark.parametrize(
