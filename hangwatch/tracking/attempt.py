@@ -549,7 +549,7 @@ class Attempt:
         if different:
             self.has_urgent_changes |= id(sending) not in self.diverged_channels
             self.diverged_channels[id(sending)] = sending
-            last = min(different)
+            last: float = min(different)
             first = max([seq for seq in equal if seq < last], default=0)
             kept_count = MAX_PINNED_PAIRS
         else:
