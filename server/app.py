@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
+from prometheus_client import generate_latest
 from pydantic import RootModel, TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -224,9 +225,8 @@ async def readyz(state: State) -> dict[str, str]:
 
 @_operations.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 async def prometheus(state: State) -> Response:
-    return Response(
-        metrics.format_exposition(state), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    exposition = generate_latest(metrics.StateCollector(state))
+    return Response(exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @_operations.get("/docs", include_in_schema=False)
