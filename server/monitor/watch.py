@@ -16,9 +16,8 @@ from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from .cadence import ReportScheduler
 from .diagnoser import Diagnoser
-from .diagnosis_loop import DiagnosisLoop, Retention
+from .diagnosis_loop import ChangePublisher, DiagnosisLoop, Retention
 from .job_claims import JobClaims, restore_former_attempts
-from .publisher import ChangePublisher
 
 
 class Watch:

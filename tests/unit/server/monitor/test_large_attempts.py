@@ -23,7 +23,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.registry import IncidentRecord
-from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
+from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.attempt import Attempt
@@ -122,7 +122,7 @@ def test_states_of_large_attempt_are_updated_rarely(
     state: AppState, monkeypatch: pytest.MonkeyPatch, large_ranks: int, are_updated: bool
 ) -> None:
     monkeypatch.setattr(limits, "LARGE_RANKS", large_ranks)
-    monkeypatch.setattr(publisher, "STATES_FACTOR", 1e9)
+    monkeypatch.setattr(diagnosis_loop, "STATES_FACTOR", 1e9)
     state.watch.apply_heartbeat(make_heartbeat(1))
     asyncio.run(state.watch.loop.run_round())
     (published,) = state.watch.diagnoser.attempts.values()
