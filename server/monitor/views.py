@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hangwatch.diagnosis.graph.progress import is_process_waiting
 from hangwatch.diagnosis.messages import join_notes
 from hangwatch.diagnosis.unexplained import describe_losses
 from hangwatch.model.calls import Loss, StreamKind
-from hangwatch.model.groups import GroupKey
+from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import KINDS
 from hangwatch.model.limits import Limits
@@ -20,6 +20,7 @@ from hangwatch.report.documents import build_optional_document
 from hangwatch.report.job_status import JobFacts, UnexplainedWait, format_job_status
 from hangwatch.stacks.frames import find_user_frame
 from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from ..core.job_views import (
@@ -101,40 +102,40 @@ def _describe_loss(loss: Loss | None) -> LossView | None:
     return None if loss is None else LossView(since=loss.from_seq, because=loss.reason.description)
 
 
-def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
+def describe_group(attempt: Attempt, group: Group, streams: Mapping[int, CallStream]) -> GroupView:
     """A process group with the positions of its members."""
-    members = attempt.streams_by_group[key]
-    first = next(iter(members.values()))
     return GroupView(
         job=attempt.job,
         attempt=attempt.number,
-        name=first.group.name,
-        desc=first.group.desc,
-        backend=first.group.backend,
-        generation=first.group.generation,
-        ranks=first.group.known_ranks,
-        outside=first.group.outside_labels,
+        name=group.name,
+        desc=group.desc,
+        backend=group.backend,
+        generation=group.generation,
+        ranks=group.known_ranks,
+        outside=group.outside_labels,
         members=[
             GroupMemberView(
-                rank=r,
-                entered=s.entered,
-                completed=s.completed,
-                op=s.op,
-                incomplete=_describe_loss(s.loss),
+                rank=rank,
+                entered=stream.entered,
+                completed=stream.completed,
+                op=stream.op,
+                incomplete=_describe_loss(stream.loss),
             )
-            for r, s in sorted(members.items())
+            for rank, stream in sorted(streams.items())
         ],
     )
 
 
-def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
-    """All process groups, or those of one rank."""
-    keys = []
-    for key, members in attempt.streams_by_group.items():
-        first = next(iter(members.values()))
+def list_groups(
+    attempt: Attempt, rank: int | None = None
+) -> list[tuple[Group, Mapping[int, CallStream]]]:
+    """All process groups, or those of one rank, each with its streams by member."""
+    groups = []
+    for streams in attempt.streams_by_group.values():
+        first = next(iter(streams.values()))
         if first.kind is StreamKind.COLLECTIVE and (rank is None or rank in first.group.ranks):
-            keys.append(key)
-    return keys
+            groups.append((first.group, streams))
+    return groups
 
 
 def describe_job(
