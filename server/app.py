@@ -7,6 +7,7 @@ import contextlib
 import functools
 import http
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -14,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
-from pydantic import RootModel, TypeAdapter
+from pydantic import RootModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -63,7 +64,8 @@ def build_app(
     """The application and the state behind it. ``base_url`` is how people reach it."""
     # The parts that diagnose, store and alert.
     memory_mb = settings.memory_mb
-    limits.limit_memory(int(memory_mb * (1 << 20)) if memory_mb else find_memory_limit())
+    memory_bytes = int(memory_mb * (1 << 20)) if memory_mb else find_memory_limit()
+    limits.MEMORY = replace(limits.MEMORY, maximum=memory_bytes)
     shared = SharedState(clock or Clock())
     persistence = PersistenceWorker(
         shared=shared,
@@ -167,9 +169,7 @@ def _complete_openapi(app: FastAPI, token: str | None) -> None:
     @functools.cache
     def build_document() -> dict[str, Any]:
         document = generate()
-        heartbeat = TypeAdapter(HeartbeatBody).json_schema(
-            ref_template="#/components/schemas/{model}"
-        )
+        heartbeat = HeartbeatBody.model_json_schema(ref_template="#/components/schemas/{model}")
         document["components"]["schemas"] |= {
             **heartbeat.pop("$defs"),
             HeartbeatBody.__name__: heartbeat,
