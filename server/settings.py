@@ -179,7 +179,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _OwnTomlFile(settings_cls)
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     def make_alert_channels(self) -> list[channels.AlertChannel]:
         """The alert channels that the settings name."""
@@ -253,20 +253,6 @@ class Settings(BaseSettings):
         )
 
 
-class _OwnTomlFile(TomlConfigSettingsSource):
-    """The file, which can name commands that the server runs: nobody else may be able to change it."""
-
-    def _read_file(self, file_path: Any) -> dict[str, Any]:
-        try:
-            check_ownership(file_path)
-        except PermissionError as error:
-            raise SettingsError(
-                f"{CONFIG_FILE_NAME} is not read, and the server not started: {error}; start it in a"
-                " folder that only you can write"
-            ) from None
-        return super()._read_file(file_path)
-
-
 def reveal_secret(secret: SecretStr | None) -> str | None:
     return None if secret is None else secret.get_secret_value()
 
@@ -281,6 +267,15 @@ def load_settings(argv: Sequence[str]) -> Settings:
     """
     flag_values = vars(build_parser().parse_args(argv))
     flag_values.pop("test_alert")
+    config_file = Path(CONFIG_FILE_NAME)
+    try:
+        if config_file.exists():  # it can name commands: nobody else may be able to change it
+            check_ownership(config_file)
+    except PermissionError as error:
+        raise SettingsError(
+            f"{CONFIG_FILE_NAME} is not read, and the server not started: {error}; start it in a"
+            " folder that only you can write"
+        ) from None
     try:
         return Settings(**flag_values)
     except ValidationError as error:
