@@ -198,7 +198,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.watch.report_scheduler.get_limits("large").lost_after_s == views.LOST_AFTER_S
+    assert state.watch.report_scheduler.get_limits("large").lost_after_s == Limits().lost_after_s
     monkeypatch.setattr(state.shared.load, "late_s", 2.0)
     assert (
         state.watch.report_scheduler.get_limits("large").lost_after_s
@@ -206,7 +206,9 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     )
     (attempt,) = state.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
-    assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(views.compute_states(attempt, (), late, Limits().lost_after_s).values()) == {
+        RankState.LOST
+    }
     assert set(
         views.compute_states(
             attempt, (), late, state.watch.report_scheduler.get_limits("large").lost_after_s
