@@ -53,14 +53,17 @@ PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large a
 
 @dataclass(slots=True, kw_only=True)
 class DiagnosisLoop:
-    """The rounds of the diagnosis, on the event loop's thread; `Diagnoser` may use another."""
+    """The rounds of the diagnosis, on the event loop's thread; `Diagnoser` may use another. What changed
+    in a round goes to the readers of events and to the database; alerts go out when they are due.
+    """
 
     shared: SharedState
     diagnoser: Diagnoser
-    publisher: ChangePublisher
+    persistence: PersistenceWorker
     retention: Retention
     aborter: Aborter | None
     job_claims: JobClaims | None  # None: no other server shares the database
+    repeat_after_s: float  # the time between reminders of a job that still hangs; 0 for none
     last_round_at: float = 0.0
     _diagnosis_turns: RoundTurns = field(default_factory=RoundTurns)
     _display_turns: RoundTurns = field(default_factory=RoundTurns)
@@ -109,11 +112,11 @@ class DiagnosisLoop:
         if self.aborter is not None:
             with isolate("the recovery of jobs"):
                 await self.aborter.advance_recoveries(scheduler.get_recent_s)
-        await self.publisher.publish_incidents(self.last_round_at)
-        self.publisher.send_due_alerts(now)
+        await self._publish_incidents()
+        self._send_due_alerts(now)
         for attempt in self._display_turns.iter_due(list(fleet.attempts.values())):
             with isolate(f"the display of job {attempt.job}"):
-                await self.publisher.publish_states(attempt)
+                await self._publish_states(attempt)
         with isolate("dropping what is no longer needed"):
             shared.commands.drop_expired(now, scheduler.longest_gap_s)
             self.retention.drop_expired(now)
@@ -123,31 +126,19 @@ class DiagnosisLoop:
             scheduler.start_round(now)
         self.last_round_at = now
 
-
-@dataclass(slots=True, kw_only=True)
-class ChangePublisher:
-    """Passes each change on to the readers of events and to the database, and sends alerts that are due.
-    ``repeat_after_s`` is the time between reminders of a job that still hangs; 0 for none.
-    """
-
-    shared: SharedState
-    persistence: PersistenceWorker
-    diagnoser: Diagnoser
-    repeat_after_s: float
-
-    async def publish_incidents(self, last_round_at: float) -> None:
+    async def _publish_incidents(self) -> None:
         """Stores and publishes the incidents that changed in this round."""
         isolate = self.shared.failures.isolate
         for record in self.shared.incidents.take_changed():
             with isolate(f"the display of incident {record.incident.id}"):
                 if record.is_own:
-                    is_new = record.opened_at >= last_round_at
+                    is_new = record.opened_at >= self.last_round_at
                     self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
                 event = build_incident_event(record.incident)
                 self.shared.events.publish_event("incident", event)
             await asyncio.sleep(0)
 
-    def send_due_alerts(self, now: float) -> None:
+    def _send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
         shared = self.shared
         wall = shared.clock.wall()
@@ -169,7 +160,7 @@ class ChangePublisher:
                 if event:
                     self.persistence.queue_alert(record, event)
 
-    async def publish_states(self, attempt: Attempt) -> None:
+    async def _publish_states(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state changed since the last round."""
         shared = self.shared
         published = self.diagnoser.get_record(attempt)

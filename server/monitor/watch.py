@@ -16,7 +16,7 @@ from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from .cadence import ReportScheduler
 from .diagnoser import Diagnoser
-from .diagnosis_loop import ChangePublisher, DiagnosisLoop, Retention
+from .diagnosis_loop import DiagnosisLoop, Retention
 from .job_claims import JobClaims, restore_former_attempts
 
 
@@ -49,12 +49,6 @@ class Watch:
             report_scheduler=self.report_scheduler,
             heartbeat_queue=self.heartbeat_queue,
         )
-        publisher = ChangePublisher(
-            shared=shared,
-            persistence=persistence,
-            diagnoser=self.diagnoser,
-            repeat_after_s=settings.repeat_interval,
-        )
         retention = Retention(shared=shared, diagnoser=self.diagnoser)
         self.job_claims: JobClaims | None = None  # None: no other server shares the database
         if (locks := store.job_locks) is not None:
@@ -67,10 +61,11 @@ class Watch:
         self.loop = DiagnosisLoop(
             shared=shared,
             diagnoser=self.diagnoser,
-            publisher=publisher,
+            persistence=persistence,
             retention=retention,
             aborter=self.aborter,
             job_claims=self.job_claims,
+            repeat_after_s=settings.repeat_interval,
         )
 
     def apply_heartbeat(self, beat: Heartbeat, urgent: bool = False) -> HeartbeatReply:
