@@ -332,7 +332,6 @@ class IncidentRegistry:
             gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
             related = [(relate_verdict(record.incident, v, gathering), v) for v in verdicts]
             all_related.append((record, related))
-        for record, related in all_related:
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)
             for relation, verdict in related:
                 if relation is Relation.SAME and verdict in unmatched:
