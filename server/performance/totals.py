@@ -121,9 +121,8 @@ class PartlyReportedCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    # By rank: when it arrived, on its agent's clock, and the time from entry to completion, in µs.
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    durations_us: dict[int, int] = field(default_factory=dict)  # -1: not known
+    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by rank, on its agent's clock
+    shortest_us: float = math.inf  # the shortest time from entry to completion; -1: one is unknown
 
 
 @dataclass(slots=True)
@@ -231,7 +230,7 @@ class GroupTotals:
             call.arrivals[rank] = Arrival(
                 rank, arrived_at=entered_us / 1e6, host=agent, since_previous_s=since_s
             )
-            call.durations_us[rank] = duration_us
+            call.shortest_us = min(call.shortest_us, duration_us)
             if len(call.arrivals) == member_count:
                 self._pending.pop(seq, None)
                 agents = {arrival.host for arrival in call.arrivals.values()}
@@ -254,10 +253,9 @@ class GroupTotals:
         for arrived_at in times[:: max(1, len(times) // MAX_WAITS_PER_CALL)]:
             waited_s = skew.last_arrival_at - arrived_at
             row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
-        shortest_us = min(call.durations_us.values())
-        if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
+        if call.op in MUTUAL_WAIT_OPS and call.shortest_us >= 0 and call.size_bytes > 0:
             # The shortest call is that of the last member to arrive, which did not wait.
-            row.transfer.add_duration(shortest_us)
+            row.transfer.add_duration(call.shortest_us)
             row.transferred_bytes += call.size_bytes
 
     def _get_size_class(self, op: str, size_class: int) -> SizeClassTotals:
