@@ -28,6 +28,7 @@ from hangwatch.report.text import (
 )
 
 from ..core import limits
+from ..core.problems import Problem
 from ..core.turns import TurnQueue
 from ..incidents.registry import IncidentRecord
 from .channels import AlertChannel, AlertChannelError, AlertMessage
@@ -68,17 +69,13 @@ class ChannelQueue:
     _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def put(self, family: str, message: AlertMessage, delivery: Delivery) -> bool:
-        """Returns False if the family or all together have too many."""
+    def put(self, family: str, message: AlertMessage, delivery: Delivery) -> None:
+        """Raises Problem if the family or all together have too many."""
         with self._changed:
             count = self._waiting.count(family) + 1
-            total = len(self._waiting) + 1
-            limit = limits.QUEUED_ALERTS
-            if total > limit.maximum or count > limit.find_share(count, total):
-                return False
+            limits.QUEUED_ALERTS.check_share(count, len(self._waiting) + 1, family)
             self._waiting.put(family, (message, delivery))
             self._changed.notify()
-            return True
 
     def take(self) -> tuple[AlertMessage, Delivery] | None:
         """Waits for the next message; None once the queue is closed."""
@@ -154,9 +151,11 @@ class Alerter:
     def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
         name = waiting.channel.name
-        if not waiting.put(get_family(job), message, delivery):
+        try:
+            waiting.put(get_family(job), message, delivery)
+        except Problem as problem:
             waiting.failed += 1
-            self.refusals[limits.QUEUED_ALERTS.name] += 1
+            self.refusals.update(problem.limits)
             self.print_line(
                 f"too many alerts of job {job} wait for alert channel {name}: {message.title!r} was"
                 " not sent there"

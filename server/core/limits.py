@@ -62,15 +62,11 @@ class Limit:
         leave. So no job can take everything from those that come later.
         """
         self.check(total, remedy=remedy)
-        share = self.find_share(count, total)
+        share = max(1, (self.maximum - (total - count)) // 2)
         if count > share:
             raise self.make_problem(
                 f"job {family!r} may have {share}, half of what other jobs leave", remedy
             )
-
-    def find_share(self, count: int, total: int) -> int:
-        """The number up to which `check_share` accepts ``count``."""
-        return max(1, (self.maximum - (total - count)) // 2)
 
 
 HEAD = Limit(
