@@ -10,7 +10,7 @@ from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 from ..core import load
 from ..core.limits import is_large
 from ..ingest.heartbeat_queue import HeartbeatQueue
-from ..recovery.aborter import Aborter, AbortOrders
+from ..recovery.aborter import Aborter
 from ..settings import Settings
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
@@ -37,12 +37,7 @@ class Watch:
         )
         self.aborter: Aborter | None = None
         if (rules := settings.abort_rules) is not None:
-            self.aborter = Aborter(
-                shared=shared,
-                rules=rules,
-                orders=AbortOrders(shared=shared),
-                persistence=persistence,
-            )
+            self.aborter = Aborter(shared=shared, rules=rules, persistence=persistence)
         self.heartbeat_queue = HeartbeatQueue(self.apply_heartbeat, shared.load)
         self.diagnoser = Diagnoser(
             shared=shared,
@@ -89,7 +84,7 @@ class Watch:
         shared.recordings.apply_replies(beat.recordings, now)
         shared.traces.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
-            self.aborter.orders.apply_replies(beat.aborts)
+            self.aborter.apply_replies(beat.aborts)
         # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
         # may be as late: what it will need is requested now.
         for process in fleet.list_processes(beat.agent) if beat.processes else ():
