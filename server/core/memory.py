@@ -71,7 +71,8 @@ def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, i
                 held_bytes[family] += sample.size_bytes
                 held[family].append((sample, process))
     for samples in held.values():
-        samples.sort(key=lambda entry: -entry[0].taken_at)  # the oldest is the last
+        samples.sort(key=lambda entry: entry[0].taken_at)
+        samples.reverse()  # the oldest is the last
     dropped: defaultdict[str, int] = defaultdict(int)
     while excess_bytes > 0 and held_bytes:
         family = max(held_bytes, key=held_bytes.__getitem__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -201,18 +201,14 @@ class IncidentRegistry:
         return [record for record in opened if record.is_live and record.incident.job == job]
 
     def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
-        """The incidents that were open when their attempt ended, oldest first."""
-        return self._select(
-            lambda record: (
-                record.is_own
-                and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
-                and record.attempt_key == attempt.key
-            )
-        )
-
-    def _select(self, is_wanted: Callable[[IncidentRecord], bool]) -> list[IncidentRecord]:
-        """The incidents that fulfil a condition, oldest first."""
-        return sorted(filter(is_wanted, self.records.values()), key=lambda record: record.opened_at)
+        """The incidents that were open when their attempt ended."""
+        return [
+            record
+            for record in self.records.values()
+            if record.is_own
+            and record.attempt_key == attempt.key
+            and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
+        ]
 
     def apply_verdicts(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Applies a diagnosis of an attempt at time ``now``: opens, refines and resolves incidents."""
@@ -313,7 +309,8 @@ class IncidentRegistry:
         self.changed.clear()
         excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
-            closed = self._select(lambda record: not record.is_open)
+            closed = [record for record in self.records.values() if not record.is_open]
+            closed.sort(key=lambda record: record.opened_at)
             turns = take_turns(reversed(closed), lambda record: record.incident.job)
             self.drop_incidents({record.incident.id for record in turns[-excess:]})
         return taken

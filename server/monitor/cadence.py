@@ -172,15 +172,6 @@ class ReportScheduler:
         """
         return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.get_max_gap_s(get_family(job)))
 
-    def get_steady_s(self, interval_s: float, *families: str) -> float | None:
-        """Seconds between two heartbeats of a steady host of these families: so few that one lost
-        heartbeat does not make the host count as lost. None: ``interval_s``, as usual.
-        """
-        gap_s = interval_s + max(map(self.shared.load.get_wait_s, families))
-        limits = replace(self.configured_limits, report_interval_s=gap_s)
-        wanted_s = min(RARE_INTERVAL_S, limits.lost_after_s / 2)
-        return wanted_s if wanted_s > interval_s else None
-
     def make_reply(
         self, agent: str, now: float, *, commands: tuple[Command, ...], needs_resync: bool
     ) -> HeartbeatReply:
@@ -210,7 +201,11 @@ class ReportScheduler:
             if has_slots:  # positions of ranks that make progress may be left out until then
                 details_s = find_own_time_s(agent, FULL_UPDATE_INTERVALS * usual_s, now)
             else:
-                steady_s = self.get_steady_s(usual_s, *families)
+                # One lost heartbeat of a steady host does not make it count as lost.
+                gap_s = usual_s + max(map(shared.load.get_wait_s, families))
+                limits = replace(self.configured_limits, report_interval_s=gap_s)
+                rare_s = min(RARE_INTERVAL_S, limits.lost_after_s / 2)
+                steady_s = rare_s if rare_s > usual_s else None
         shared.agents[agent].is_awaited = is_awaited
         return HeartbeatReply(
             interval_s=interval_s,
