@@ -18,14 +18,8 @@ from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.protocol.heartbeat import get_family
 from hangwatch.report import recovery as recovery_text
+from hangwatch.report import text
 from hangwatch.report.documents import build_document
-from hangwatch.report.text import (
-    clean_document,
-    clean_text,
-    format_coarse_age,
-    name_ranks,
-    truncate_end,
-)
 
 from ..core import limits
 from ..core.problems import Problem
@@ -146,7 +140,7 @@ class Alerter:
 
     def print_line(self, line: str) -> None:
         """``line`` may quote a job, which must not control the operator's terminal."""
-        print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
+        print(f"hangwatch: {text.clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
     def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
@@ -220,11 +214,11 @@ def compose_message(incident: Incident, event: str, base_url: str, now: datetime
     """
     kind = event.partition("-")[0]
     url = f"{base_url}/incidents/{incident.id}"
-    body = clean_document({**build_document(incident), "url": url})
+    body = text.clean_document({**build_document(incident), "url": url})
     open_for = (incident.resolved_at or now) - incident.opened_at
-    age = format_coarse_age(open_for.total_seconds())
-    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
-    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
+    age = text.format_coarse_age(open_for.total_seconds())
+    ranks = text.name_ranks(incident.recovery.ranks if incident.recovery else [])
+    ranks = text.truncate_end(ranks, MAX_RANKS_LENGTH)
     labels = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
@@ -243,8 +237,8 @@ def compose_message(incident: Incident, event: str, base_url: str, now: datetime
     return AlertMessage(
         id=f"{incident.id}.{event}",
         event=kind,
-        title=clean_text(title),
-        advice="\n".join(clean_text(line) for line in lines if line),
+        title=text.clean_text(title),
+        advice="\n".join(text.clean_text(line) for line in lines if line),
         body=body,
     )
 
