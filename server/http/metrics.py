@@ -137,16 +137,12 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.
         if pace is not None:
             paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
-    values_by_job: dict[str, Mapping[str, float]] = {
-        "hangwatch_job_step": steps,
-        "hangwatch_job_steps_per_second": paces,
-        "hangwatch_heartbeat_age_seconds": ages,
-        "hangwatch_collectives": calls,
-        "hangwatch_records_dropped": dropped,
-        "hangwatch_overflows": overflows,
-    }
-    for name, values in values_by_job.items():
-        yield make_metric(name, values, JOB)
+    yield make_metric("hangwatch_job_step", steps, JOB)
+    yield make_metric("hangwatch_job_steps_per_second", paces, JOB)
+    yield make_metric("hangwatch_heartbeat_age_seconds", ages, JOB)
+    yield make_metric("hangwatch_collectives", calls, JOB)
+    yield make_metric("hangwatch_records_dropped", dropped, JOB)
+    yield make_metric("hangwatch_overflows", overflows, JOB)
 
 
 def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:

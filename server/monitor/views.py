@@ -121,7 +121,7 @@ def describe_group(
 
 def list_groups(
     attempt: Attempt, rank: int | None = None
-) -> list[tuple[Group, Mapping[int, CallStream]]]:
+) -> list[tuple[Group, dict[int, CallStream]]]:
     """All process groups, or those of one rank, each with its streams by member."""
     groups = []
     for streams in attempt.streams_by_group.values():
