@@ -165,9 +165,8 @@ def make_channel(url: str, secret: str | None = None) -> AlertChannel:
         address = f"{pager['service']}://{pager['key']}"
         region = pager["region"] or "us"
         if pager["service"] == "pagerduty":
-            api_url = _PAGERDUTY_URLS[region]
-            return PagerDuty(address=address, routing_key=pager["key"], api_url=api_url)
-        return Opsgenie(address=address, api_key=pager["key"], api_url=_OPSGENIE_URLS[region])
+            return PagerDuty(address=address, api_url=_PAGERDUTY_URLS[region])
+        return Opsgenie(address=address, api_url=_OPSGENIE_URLS[region])
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme == "https" and host == _SLACK_WEBHOOK_HOST:
@@ -392,12 +391,11 @@ class PagerDuty(AlertChannel):
     """A service with an Events API v2 integration: pagerduty://INTEGRATION_KEY[?region=eu]."""
 
     name = "PagerDuty"
-    routing_key: str = field(repr=False)
     api_url: str = _PAGERDUTY_URLS["us"]
 
     def send_message(self, message: AlertMessage) -> None:
         content = {
-            "routing_key": self.routing_key,
+            "routing_key": self.address.removeprefix("pagerduty://"),
             "event_action": "resolve" if message.event == "resolved" else "trigger",
             "dedup_key": message.incident_id,
             "client": "hangwatch",
@@ -419,11 +417,10 @@ class Opsgenie(AlertChannel):
     """An API integration: opsgenie://API_KEY[?region=eu]."""
 
     name = "Opsgenie"
-    api_key: str = field(repr=False)
     api_url: str = _OPSGENIE_URLS["us"]
 
     def send_message(self, message: AlertMessage) -> None:
-        headers = {"Authorization": f"GenieKey {self.api_key}"}
+        headers = {"Authorization": f"GenieKey {self.address.removeprefix('opsgenie://')}"}
         alias = message.incident_id
         if message.event == "resolved":
             path = f"/v2/alerts/{quote(alias, safe='')}/close?identifierType=alias"

@@ -160,7 +160,7 @@ def test_refusal_of_slack_is_reported(error: str, final: bool) -> None:
 
 
 def test_pagerduty_has_one_alert_for_an_incident(service: Service) -> None:
-    pager = PagerDuty(address="pagerduty://", routing_key=KEY, api_url=service.url)
+    pager = PagerDuty(address=f"pagerduty://{KEY}", api_url=service.url)
     later = MOMENT + timedelta(hours=1)
     for message in (make_message(), make_message("reminder-1", later)):
         pager.send_message(message)
@@ -175,7 +175,7 @@ def test_pagerduty_has_one_alert_for_an_incident(service: Service) -> None:
 
 
 def test_opsgenie_closes_its_alert(service: Service) -> None:
-    pager = Opsgenie(address="opsgenie://", api_key=KEY, api_url=service.url)
+    pager = Opsgenie(address=f"opsgenie://{KEY}", api_url=service.url)
     pager.send_message(make_message())
     pager.send_message(make_message(RESOLVED, MOMENT + timedelta(hours=1)))
     opened, closed = service.requests
@@ -187,8 +187,8 @@ def test_opsgenie_closes_its_alert(service: Service) -> None:
 
 def test_test_message_has_the_lowest_priority(service: Service) -> None:
     message = replace(make_message(), event="test", body={"id": "test", "url": URL})
-    PagerDuty(address="pagerduty://", routing_key=KEY, api_url=service.url).send_message(message)
-    Opsgenie(address="opsgenie://", api_key=KEY, api_url=service.url).send_message(message)
+    PagerDuty(address=f"pagerduty://{KEY}", api_url=service.url).send_message(message)
+    Opsgenie(address=f"opsgenie://{KEY}", api_url=service.url).send_message(message)
     duty, genie = [request.parse_json() for request in service.requests]
     assert (duty["payload"]["severity"], genie["priority"]) == ("info", "P5")
     assert json.dumps(build_slack_message(message)) and json.dumps(build_teams_message(message))
