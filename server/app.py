@@ -7,13 +7,15 @@ import contextlib
 import functools
 import http
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
-from pydantic import RootModel, TypeAdapter
+from prometheus_client import generate_latest
+from pydantic import RootModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -62,7 +64,8 @@ def build_app(
     """The application and the state behind it. ``base_url`` is how people reach it."""
     # The parts that diagnose, store and alert.
     memory_mb = settings.memory_mb
-    limits.limit_memory(int(memory_mb * (1 << 20)) if memory_mb else find_memory_limit())
+    memory_bytes = int(memory_mb * (1 << 20)) if memory_mb else find_memory_limit()
+    limits.MEMORY = replace(limits.MEMORY, maximum=memory_bytes)
     shared = SharedState(clock or Clock())
     persistence = PersistenceWorker(
         shared=shared,
@@ -166,9 +169,7 @@ def _complete_openapi(app: FastAPI, token: str | None) -> None:
     @functools.cache
     def build_document() -> dict[str, Any]:
         document = generate()
-        heartbeat = TypeAdapter(HeartbeatBody).json_schema(
-            ref_template="#/components/schemas/{model}"
-        )
+        heartbeat = HeartbeatBody.model_json_schema(ref_template="#/components/schemas/{model}")
         document["components"]["schemas"] |= {
             **heartbeat.pop("$defs"),
             HeartbeatBody.__name__: heartbeat,
@@ -224,9 +225,8 @@ async def readyz(state: State) -> dict[str, str]:
 
 @_operations.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 async def prometheus(state: State) -> Response:
-    return Response(
-        metrics.format_exposition(state), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    exposition = generate_latest(metrics.StateCollector(state))
+    return Response(exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @_operations.get("/docs", include_in_schema=False)

@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    FiniteFloat,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, Field, FiniteFloat, SecretStr
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -179,7 +172,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _OwnTomlFile(settings_cls)
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     def make_alert_channels(self) -> list[channels.AlertChannel]:
         """The alert channels that the settings name."""
@@ -189,7 +182,7 @@ class Settings(BaseSettings):
             made.append(channels.CommandChannel(address=self.alert_command))
         return made
 
-    @field_validator("alert", mode="before")
+    @pydantic.field_validator("alert", mode="before")
     @classmethod
     def _split_alert_urls(cls, value: Any) -> Any:
         if isinstance(value, str):  # a comma may be part of a URL: split only before another URL
@@ -198,7 +191,7 @@ class Settings(BaseSettings):
             channels.make_channel(str(url))  # raises ValueError for one that is invalid
         return value
 
-    @field_validator("abort_kinds", mode="before")
+    @pydantic.field_validator("abort_kinds", mode="before")
     @classmethod
     def _parse_abort_kinds(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -212,14 +205,14 @@ class Settings(BaseSettings):
             raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
         return names
 
-    @field_validator("alert_command")
+    @pydantic.field_validator("alert_command")
     @classmethod
     def _check_alert_command(cls, value: str | None) -> str | None:
         if value is not None:
             channels.resolve_command(value)
         return value
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_consistency(self) -> Settings:
         if "slow_limit" in self.model_fields_set and self.slow_limit < self.stall_after:
             raise ValueError(
@@ -253,20 +246,6 @@ class Settings(BaseSettings):
         )
 
 
-class _OwnTomlFile(TomlConfigSettingsSource):
-    """The file, which can name commands that the server runs: nobody else may be able to change it."""
-
-    def _read_file(self, file_path: Any) -> dict[str, Any]:
-        try:
-            check_ownership(file_path)
-        except PermissionError as error:
-            raise SettingsError(
-                f"{CONFIG_FILE_NAME} is not read, and the server not started: {error}; start it in a"
-                " folder that only you can write"
-            ) from None
-        return super()._read_file(file_path)
-
-
 def reveal_secret(secret: SecretStr | None) -> str | None:
     return None if secret is None else secret.get_secret_value()
 
@@ -281,9 +260,18 @@ def load_settings(argv: Sequence[str]) -> Settings:
     """
     flag_values = vars(build_parser().parse_args(argv))
     flag_values.pop("test_alert")
+    config_file = Path(CONFIG_FILE_NAME)
+    try:
+        if config_file.is_file():  # it can name commands: nobody else may be able to change it
+            check_ownership(config_file)
+    except PermissionError as error:
+        raise SettingsError(
+            f"{CONFIG_FILE_NAME} is not read, and the server not started: {error}; start it in a"
+            " folder that only you can write"
+        ) from None
     try:
         return Settings(**flag_values)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         explanations = []
         for problem in error.errors(include_input=False):
             name = str(problem["loc"][0]) if problem["loc"] else ""

@@ -18,16 +18,11 @@ from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.protocol.heartbeat import get_family
 from hangwatch.report import recovery as recovery_text
+from hangwatch.report import text
 from hangwatch.report.documents import build_document
-from hangwatch.report.text import (
-    clean_document,
-    clean_text,
-    format_coarse_age,
-    name_ranks,
-    truncate_end,
-)
 
 from ..core import limits
+from ..core.problems import Problem
 from ..core.turns import TurnQueue
 from ..incidents.registry import IncidentRecord
 from .channels import AlertChannel, AlertChannelError, AlertMessage
@@ -68,17 +63,13 @@ class ChannelQueue:
     _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def put(self, family: str, message: AlertMessage, delivery: Delivery) -> bool:
-        """Returns False if the family or all together have too many."""
+    def put(self, family: str, message: AlertMessage, delivery: Delivery) -> None:
+        """Raises Problem if the family or all together have too many."""
         with self._changed:
             count = self._waiting.count(family) + 1
-            total = len(self._waiting) + 1
-            limit = limits.QUEUED_ALERTS
-            if total > limit.maximum or count > limit.find_share(count, total):
-                return False
+            limits.QUEUED_ALERTS.check_share(count, len(self._waiting) + 1, family)
             self._waiting.put(family, (message, delivery))
             self._changed.notify()
-            return True
 
     def take(self) -> tuple[AlertMessage, Delivery] | None:
         """Waits for the next message; None once the queue is closed."""
@@ -149,14 +140,16 @@ class Alerter:
 
     def print_line(self, line: str) -> None:
         """``line`` may quote a job, which must not control the operator's terminal."""
-        print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
+        print(f"hangwatch: {text.clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
     def _queue_message(self, job: str, message: AlertMessage, delivery: Delivery) -> None:
         waiting = self.queues[delivery.channel]
         name = waiting.channel.name
-        if not waiting.put(get_family(job), message, delivery):
+        try:
+            waiting.put(get_family(job), message, delivery)
+        except Problem as problem:
             waiting.failed += 1
-            self.refusals[limits.QUEUED_ALERTS.name] += 1
+            self.refusals.update(problem.limits)
             self.print_line(
                 f"too many alerts of job {job} wait for alert channel {name}: {message.title!r} was"
                 " not sent there"
@@ -221,11 +214,11 @@ def compose_message(incident: Incident, event: str, base_url: str, now: datetime
     """
     kind = event.partition("-")[0]
     url = f"{base_url}/incidents/{incident.id}"
-    body = clean_document({**build_document(incident), "url": url})
+    body = text.clean_document({**build_document(incident), "url": url})
     open_for = (incident.resolved_at or now) - incident.opened_at
-    age = format_coarse_age(open_for.total_seconds())
-    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
-    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
+    age = text.format_coarse_age(open_for.total_seconds())
+    ranks = text.name_ranks(incident.recovery.ranks if incident.recovery else [])
+    ranks = text.truncate_end(ranks, MAX_RANKS_LENGTH)
     labels = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
@@ -244,8 +237,8 @@ def compose_message(incident: Incident, event: str, base_url: str, now: datetime
     return AlertMessage(
         id=f"{incident.id}.{event}",
         event=kind,
-        title=clean_text(title),
-        advice="\n".join(clean_text(line) for line in lines if line),
+        title=text.clean_text(title),
+        advice="\n".join(text.clean_text(line) for line in lines if line),
         body=body,
     )
 

@@ -114,19 +114,15 @@ class AlertMessage:
         return self.event == "test"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlertChannel(abc.ABC):
     """A receiver of alerts. Its ``name`` can be shown to users, as it contains no secret."""
 
-    __slots__ = ()
+    address: str = field(repr=False)  # the URL or the command in the settings, with any secrets
 
     @property
     @abc.abstractmethod
     def name(self) -> str: ...
-
-    @property
-    @abc.abstractmethod
-    def address(self) -> str:
-        """The URL or the command in the settings, which may contain secrets."""
 
     @property
     def key(self) -> str:
@@ -162,12 +158,15 @@ def make_channel(url: str, secret: str | None = None) -> AlertChannel:
             " https://github.com/caronc/apprise/wiki"
         )
     if bot := _SLACK_BOT.fullmatch(url):
-        return SlackBot(token=bot["token"], channel=unquote(bot["channel"]))
+        channel = unquote(bot["channel"])
+        address = f"slack://{bot['token']}/{channel}"
+        return SlackBot(address=address, token=bot["token"], channel=channel)
     if pager := _PAGER_URL.fullmatch(url):
+        address = f"{pager['service']}://{pager['key']}"
         region = pager["region"] or "us"
         if pager["service"] == "pagerduty":
-            return PagerDuty(routing_key=pager["key"], api_url=_PAGERDUTY_URLS[region])
-        return Opsgenie(api_key=pager["key"], api_url=_OPSGENIE_URLS[region])
+            return PagerDuty(address=address, api_url=_PAGERDUTY_URLS[region])
+        return Opsgenie(address=address, api_url=_OPSGENIE_URLS[region])
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme == "https" and host == _SLACK_WEBHOOK_HOST:
@@ -218,7 +217,6 @@ class Webhook(AlertChannel):
     secret that begins with ``whsec_`` is base64, any other is used unchanged.
     """
 
-    address: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
 
     @property
@@ -247,8 +245,6 @@ class Webhook(AlertChannel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppriseService(AlertChannel):
     """A service that apprise supports, by its URL: e-mail, Telegram, DingTalk and many others."""
-
-    address: str = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -288,7 +284,6 @@ def _load_apprise() -> Any:
 class CommandChannel(AlertChannel):
     """A program of the operator, which gets JSON on stdin and the text in HANGWATCH_TEXT."""
 
-    address: str = field(repr=False)  # its command line
     timeout_s: float = COMMAND_TIMEOUT_S
 
     @property
@@ -335,13 +330,12 @@ class SlackWebhook(AlertChannel):
     """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
 
     name = "Slack"
-    address: str = field(repr=False)
 
     def send_message(self, message: AlertMessage) -> None:
         post_content(self.address, json=build_slack_message(message))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlackBot(AlertChannel):
     """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
 
@@ -358,10 +352,6 @@ class SlackBot(AlertChannel):
     @property
     def name(self) -> str:
         return f"Slack {self.channel}"
-
-    @property
-    def address(self) -> str:
-        return f"slack://{self.token}/{self.channel}"
 
     def send_message(self, message: AlertMessage) -> None:
         content: dict[str, Any] = {"channel": self.channel, **build_slack_message(message)}
@@ -391,7 +381,6 @@ class TeamsWebhook(AlertChannel):
     """A webhook or workflow of Microsoft Teams."""
 
     name = "Teams"
-    address: str = field(repr=False)
 
     def send_message(self, message: AlertMessage) -> None:
         post_content(self.address, json=build_teams_message(message))
@@ -402,16 +391,11 @@ class PagerDuty(AlertChannel):
     """A service with an Events API v2 integration: pagerduty://INTEGRATION_KEY[?region=eu]."""
 
     name = "PagerDuty"
-    routing_key: str = field(repr=False)
     api_url: str = _PAGERDUTY_URLS["us"]
-
-    @property
-    def address(self) -> str:
-        return f"pagerduty://{self.routing_key}"
 
     def send_message(self, message: AlertMessage) -> None:
         content = {
-            "routing_key": self.routing_key,
+            "routing_key": self.address.removeprefix("pagerduty://"),
             "event_action": "resolve" if message.event == "resolved" else "trigger",
             "dedup_key": message.incident_id,
             "client": "hangwatch",
@@ -433,15 +417,10 @@ class Opsgenie(AlertChannel):
     """An API integration: opsgenie://API_KEY[?region=eu]."""
 
     name = "Opsgenie"
-    api_key: str = field(repr=False)
     api_url: str = _OPSGENIE_URLS["us"]
 
-    @property
-    def address(self) -> str:
-        return f"opsgenie://{self.api_key}"
-
     def send_message(self, message: AlertMessage) -> None:
-        headers = {"Authorization": f"GenieKey {self.api_key}"}
+        headers = {"Authorization": f"GenieKey {self.address.removeprefix('opsgenie://')}"}
         alias = message.incident_id
         if message.event == "resolved":
             path = f"/v2/alerts/{quote(alias, safe='')}/close?identifierType=alias"

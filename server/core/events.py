@@ -37,7 +37,7 @@ class EventLog:
     recent_events: deque[str] = field(default_factory=deque)
     last_number: int = 0
     is_closed: bool = False
-    readers: set[object] = field(default_factory=set)  # API clients and pages that update live
+    reader_count: int = 0  # API clients and pages that update live
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _kept_bytes: int = 0
 
@@ -85,8 +85,7 @@ class EventLog:
 
     def make_response(self, stream: AsyncIterator[str]) -> StreamingResponse:
         """Sends a stream of events until its reader disconnects. Raises Problem if there are too many readers."""
-        readers = self.readers
-        if len(readers) >= MAX_READERS:
+        if self.reader_count >= MAX_READERS:
             raise Problem(
                 503,
                 f"{MAX_READERS} clients already read event streams of this server: close some",
@@ -94,13 +93,12 @@ class EventLog:
             )
 
         async def track_reader() -> AsyncIterator[str]:
-            reader = object()
-            readers.add(reader)
+            self.reader_count += 1
             try:
                 async for part in stream:
                     yield part
             finally:
-                readers.discard(reader)
+                self.reader_count -= 1
 
         return StreamingResponse(
             track_reader(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}

@@ -6,7 +6,7 @@ A request beyond a `Limit` gets a problem document with the limit's name, and `/
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hangwatch.model.bounds import MAX_RANKS
@@ -62,15 +62,11 @@ class Limit:
         leave. So no job can take everything from those that come later.
         """
         self.check(total, remedy=remedy)
-        share = self.find_share(count, total)
+        share = max(1, (self.maximum - (total - count)) // 2)
         if count > share:
             raise self.make_problem(
                 f"job {family!r} may have {share}, half of what other jobs leave", remedy
             )
-
-    def find_share(self, count: int, total: int) -> int:
-        """The number up to which `check_share` accepts ``count``."""
-        return max(1, (self.maximum - (total - count)) // 2)
 
 
 HEAD = Limit(
@@ -138,6 +134,7 @@ OPEN_INCIDENTS = Limit(
     "open_incidents", 256, "open incidents", "of a job with those that its ranks start", 429
 )
 # The last resort: texts and lists that are each within their limits could add up to any amount.
+# `build_app` replaces it by the limit of this server.
 MEMORY = Limit(
     "memory",
     MAX_MEMORY_BYTES,
@@ -146,12 +143,6 @@ MEMORY = Limit(
     429,
 )
 LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
-
-
-def limit_memory(maximum: int) -> None:
-    """Sets the maximum of `MEMORY`."""
-    global MEMORY
-    MEMORY = replace(MEMORY, maximum=maximum)
 
 
 def is_large(ranks: int) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -70,16 +70,15 @@ def drop_samples(processes: Iterable[Process], excess_bytes: int) -> dict[str, i
             for sample in process.samples:
                 held_bytes[family] += sample.size_bytes
                 held[family].append((sample, process))
-    queues: dict[str, deque[_HeldSample]] = {}
+    for samples in held.values():
+        samples.sort(key=lambda entry: entry[0].taken_at)
+        samples.reverse()  # the oldest is the last
     dropped: defaultdict[str, int] = defaultdict(int)
     while excess_bytes > 0 and held_bytes:
         family = max(held_bytes, key=held_bytes.__getitem__)
         if held_bytes[family] <= MIN_SAMPLE_BYTES:
             break
-        if family not in queues:
-            held[family].sort(key=lambda entry: entry[0].taken_at)
-            queues[family] = deque(held[family])
-        sample, process = queues[family].popleft()
+        sample, process = held[family].pop()
         process.samples = tuple(kept for kept in process.samples if kept is not sample)
         held_bytes[family] -= sample.size_bytes
         excess_bytes -= sample.size_bytes

@@ -48,19 +48,15 @@ class Problem(Exception):
         name = self.extra_members.get("limit")
         return () if name is None else (name,)
 
-    def encode(self) -> bytes:
-        """The document, as JSON."""
-        members = {
+    def make_response(self) -> Response:
+        """The answer, which ends the exception."""
+        # The frames of its traceback hold the request's body, in cycles.
+        self.__traceback__ = self.__context__ = None
+        document = {
             "type": "about:blank",
             "title": http.HTTPStatus(self.status).phrase,
             "status": self.status,
             "detail": self.detail,
             **self.extra_members,
         }
-        return msgspec.json.encode(members)
-
-    def make_response(self) -> Response:
-        """The answer, which ends the exception."""
-        # The frames of its traceback hold the request's body, in cycles.
-        self.__traceback__ = self.__context__ = None
-        return Response(self.encode(), self.status, self.headers, MEDIA_TYPE)
+        return Response(msgspec.json.encode(document), self.status, self.headers, MEDIA_TYPE)

@@ -22,9 +22,7 @@ from hangwatch.report.documents import build_document, list_members
 
 
 class ApiModel(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,9 @@ class TurnQueue(Generic[T]):
 
     # The urgent items and the others of each family. The first family is the next one.
     _waiting: dict[str, tuple[deque[T], deque[T]]] = field(default_factory=dict)
-    _count: int = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(self.count, self._waiting))
 
     def count(self, family: str) -> int:
         return sum(map(len, self._waiting.get(family, ())))
@@ -29,7 +28,6 @@ class TurnQueue(Generic[T]):
     def put(self, family: str, item: T, *, urgent: bool = False) -> None:
         waiting = self._waiting.setdefault(family, (deque(), deque()))
         waiting[not urgent].append(item)
-        self._count += 1
 
     def take(self, resting: Container[str] = ()) -> T | None:
         """Takes the next item of a family that is not ``resting``; None if there is none."""
@@ -40,5 +38,4 @@ class TurnQueue(Generic[T]):
         item = (urgent or usual).popleft()
         if urgent or usual:
             self._waiting[family] = waiting  # behind the others
-        self._count -= 1
         return item

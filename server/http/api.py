@@ -20,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from starlette.datastructures import URL
 
 from hangwatch import __version__
-from hangwatch.model.groups import GroupKey
+from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.report.documents import build_document
@@ -187,17 +187,21 @@ async def list_ranks(
 async def list_groups(
     state: State, page: PageOf1000, job: JobName = None, rank: RankNumber = None
 ) -> Response:
-    rows = [(a, key) for a in state.find_attempts(job) for key in views.list_groups(a, rank)]
+    rows = [
+        (attempt, group, streams)
+        for attempt in state.find_attempts(job)
+        for group, streams in views.list_groups(attempt, rank)
+    ]
     return page.make_response(
         rows,
-        lambda row: make_group_cursor(*row),
+        lambda row: make_group_cursor(row[0], row[1]),
         lambda row: views.describe_group(*row),
-        lambda row: len(row[0].streams_by_group[row[1]]),
+        lambda row: len(row[2]),
     )
 
 
-def make_group_cursor(attempt: Attempt, key: GroupKey) -> str:
-    generation, name, ranks, world_size = key
+def make_group_cursor(attempt: Attempt, group: Group) -> str:
+    generation, name, ranks, world_size = group.key
     first_rank = format_ranks(ranks[:1])
     return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
 

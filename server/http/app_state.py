@@ -152,7 +152,7 @@ class AppState:
         return attempt
 
     def find_incidents(
-        self, job: str | None = None, status: str | None = None, rank: int | None = None
+        self, job: str | None, status: str | None, rank: int | None
     ) -> Sequence[IncidentRecord]:
         """The incidents of the job, with the status, about the rank; the newest first."""
         records = self.shared.incidents.records

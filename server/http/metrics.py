@@ -5,12 +5,12 @@ The number of series is bounded: only the newest jobs have some of their own, no
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import ProcessCollector, core, generate_latest
+from prometheus_client import ProcessCollector, core
 from prometheus_client.registry import Collector
 
 from hangwatch import __version__
@@ -22,7 +22,6 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.limits import LIMITS
 from ..incidents.registry import is_hang
 from ..monitor.watch import Watch
-from ..performance.totals import JobTotals
 from ..performance.views import list_stragglers
 from .app_state import AppState
 
@@ -90,13 +89,10 @@ HISTOGRAMS = {
 LabelledAttempts = Sequence[tuple[Attempt, str]]
 
 
-def format_exposition(state: AppState) -> bytes:
-    """All metrics in the text format of Prometheus."""
-    return generate_latest(_Collector(state))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Collector(Collector):
+class StateCollector(Collector):
+    """All metrics."""
+
     state: AppState
 
     def collect(self) -> Iterator[core.Metric]:
@@ -141,16 +137,12 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.
         if pace is not None:
             paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
-    values_by_job: dict[str, Mapping[str, float]] = {
-        "hangwatch_job_step": steps,
-        "hangwatch_job_steps_per_second": paces,
-        "hangwatch_heartbeat_age_seconds": ages,
-        "hangwatch_collectives": calls,
-        "hangwatch_records_dropped": dropped,
-        "hangwatch_overflows": overflows,
-    }
-    for name, values in values_by_job.items():
-        yield make_metric(name, values, JOB)
+    yield make_metric("hangwatch_job_step", steps, JOB)
+    yield make_metric("hangwatch_job_steps_per_second", paces, JOB)
+    yield make_metric("hangwatch_heartbeat_age_seconds", ages, JOB)
+    yield make_metric("hangwatch_collectives", calls, JOB)
+    yield make_metric("hangwatch_records_dropped", dropped, JOB)
+    yield make_metric("hangwatch_overflows", overflows, JOB)
 
 
 def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
@@ -169,24 +161,24 @@ def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[core
 
 
 def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
-    totals_by_job: dict[str, JobTotals] = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    latencies: defaultdict[tuple[str, str], DurationHistogram] = defaultdict(DurationHistogram)
+    spreads: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
     waited_ratios: dict[str, float] = {}
     for attempt, job in jobs:
-        job_totals = totals_by_job.setdefault(job, JobTotals())
-        job_totals.merge_operations(state.shared.performance.get_job(attempt))
+        job_totals = state.shared.performance.get_job(attempt)
+        for op, totals in job_totals.operations.items():
+            calls[job, op] += totals.calls
+            sizes[job, op] += totals.bytes
+            latency = totals.latency
+            latencies[job, op].merge_counts(latency.counts.items(), latency.longest_us)
+        for group in job_totals.groups.values():
+            spread = group.arrivals.spread
+            spreads[job].merge_counts(spread.counts.items(), spread.longest_us)
         stragglers = list_stragglers(state.get_ranked_groups(attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
-    calls = {}
-    sizes = {}
-    latencies = []
-    spreads = []
-    for job, job_totals in totals_by_job.items():
-        spreads.append(((job,), job_totals.spread))
-        for op, totals in job_totals.operations.items():
-            calls[job, op] = totals.calls
-            sizes[job, op] = totals.bytes
-            latencies.append(((job, op), totals.latency))
     yield make_metric("hangwatch_calls", calls, JOB, "op")
     yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
     yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
@@ -211,11 +203,11 @@ def make_metric(
 
 
 def _make_histogram(
-    name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
+    name: str, histograms: Mapping[Any, DurationHistogram], *labels: str
 ) -> core.Metric:
     """One of `HISTOGRAMS`: cumulative counts by upper bound in seconds, of non-empty histograms."""
     family = core.HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
-    for label_values, histogram in histograms:
+    for key, histogram in histograms.items():
         if not histogram.counts:
             continue
         buckets = []
@@ -224,7 +216,7 @@ def _make_histogram(
             count = sum(n for index, n in histogram.counts.items() if index <= last_index)
             buckets.append((f"{2**exponent / 1e6:g}", float(count)))
         buckets.append(("+Inf", float(histogram.total_count)))
-        family.add_metric(label_values, buckets, None)
+        family.add_metric([key] if isinstance(key, str) else key, buckets, None)
     return family
 
 

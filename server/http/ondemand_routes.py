@@ -28,7 +28,7 @@ from hangwatch.stacks.profile import Profile, make_speedscope_document
 from ..core.problems import Problem
 from ..ondemand.dumps import Dump, DumpRequest
 from ..ondemand.recordings import Recording, RecordingRequest, describe_recording, unpack_profiles
-from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
+from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, stream_events
 from .app_state import AppState, State
 from .rendering import FLAME_GRAPH_WIDTH_PX, PageRenderer, make_attachment
 
@@ -97,8 +97,9 @@ async def stream_trace(
         raise Problem(404, detail)
 
     async def stream_calls() -> AsyncIterator[str]:
-        trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
-        session = traces.start_session(attempt, rank, trace_filter, state.now())
+        session = traces.start_session(
+            attempt, rank, state.now(), op=op, group=group, values=values, seconds=seconds
+        )
         try:
             async for part in stream_events(traces, session, lambda: state.shared.events.is_closed):
                 yield part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 import jinja2
@@ -54,10 +53,6 @@ STATE_SHAPES = {
 }
 
 
-def format_moment(value: datetime | None) -> str:
-    return "–" if value is None else value.strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
 def format_shapes(value: list[list[int]]) -> str:
     """Shapes as torch prints them; ``–`` if there are none."""
     return ", ".join(str(list(shape)) for shape in value) or "–"
@@ -65,7 +60,7 @@ def format_shapes(value: list[list[int]]) -> str:
 
 _FILTERS = {
     "seconds": text.format_coarse_age,
-    "moment": format_moment,
+    "moment": lambda at: at.strftime("%Y-%m-%d %H:%M:%S UTC"),
     "shapes": format_shapes,
     "ranges": format_ranks,
     "name_ranks": text.name_ranks,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -24,7 +24,7 @@ from hangwatch.protocol.heartbeat import get_family
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
-from hangwatch.tracking.tenants import change_count, take_turns
+from hangwatch.tracking.tenants import take_turns
 
 from ..core import limits
 from ..core.clock import Clock, ulid
@@ -136,7 +136,7 @@ class IncidentRegistry:
     """All incidents. ``changed`` has the ids of incidents that changed since `take_changed`.
 
     An attempt may be diagnosed in another thread. ``records`` is therefore replaced and never
-    changed, so that concurrent readers are not disturbed; so are the tuples of ``_open_by_job``.
+    changed, so that concurrent readers are not disturbed; so are the tuples of ``_open_by_family``.
     """
 
     clock: Clock
@@ -144,9 +144,8 @@ class IncidentRegistry:
     changed: set[str] = field(default_factory=set)
     opened_count: int = 0  # since the server started
     refusals: Counter[str] = field(default_factory=Counter)  # by limit
-    # The number of open incidents of each family of jobs, and the open incidents of each job.
-    _open_counts: Counter[str] = field(default_factory=Counter)
-    _open_by_job: dict[str, tuple[IncidentRecord, ...]] = field(default_factory=dict)
+    # The open incidents of each family of jobs.
+    _open_by_family: dict[str, tuple[IncidentRecord, ...]] = field(default_factory=dict)
     _write_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def _store_records(self, records: Collection[IncidentRecord]) -> None:
@@ -155,20 +154,19 @@ class IncidentRegistry:
                 if (former := self.records.get(record.incident.id)) is not None:
                     self._unindex_record(former)
                 if record.is_open:
-                    job = record.incident.job
-                    self._open_by_job[job] = (*self._open_by_job.get(job, ()), record)
-                    self._open_counts[get_family(job)] += 1
+                    family = get_family(record.incident.job)
+                    opened = self._open_by_family.get(family, ())
+                    self._open_by_family[family] = (*opened, record)
             self.records = self.records | {record.incident.id: record for record in records}
 
     def _unindex_record(self, record: IncidentRecord) -> None:
         """Takes a record out of the open ones, if it is one of them."""
-        job = record.incident.job
-        opened = self._open_by_job.get(job, ())
+        family = get_family(record.incident.job)
+        opened = self._open_by_family.get(family, ())
         others = tuple([other for other in opened if other is not record])
-        change_count(self._open_counts, get_family(job), len(others) - len(opened))
-        self._open_by_job[job] = others
+        self._open_by_family[family] = others
         if not others:
-            del self._open_by_job[job]
+            del self._open_by_family[family]
 
     def drop_incidents(self, incident_ids: Collection[str]) -> None:
         with self._write_lock:
@@ -194,25 +192,23 @@ class IncidentRegistry:
     def list_open(self, attempt: Attempt) -> list[IncidentRecord]:
         """The open incidents of an attempt, oldest first."""
         opened = [
-            record
-            for record in self._open_by_job.get(attempt.job, ())
-            if record.is_live and record.belongs_to(attempt)
+            record for record in self._list_open_of_job(attempt.job) if record.belongs_to(attempt)
         ]
         return sorted(opened, key=lambda record: record.opened_at)
 
-    def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
-        """The incidents that were open when their attempt ended, oldest first."""
-        return self._select(
-            lambda record: (
-                record.is_own
-                and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
-                and record.attempt_key == attempt.key
-            )
-        )
+    def _list_open_of_job(self, job: str) -> list[IncidentRecord]:
+        opened = self._open_by_family.get(get_family(job), ())
+        return [record for record in opened if record.is_live and record.incident.job == job]
 
-    def _select(self, is_wanted: Callable[[IncidentRecord], bool]) -> list[IncidentRecord]:
-        """The incidents that fulfil a condition, oldest first."""
-        return sorted(filter(is_wanted, self.records.values()), key=lambda record: record.opened_at)
+    def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
+        """The incidents that were open when their attempt ended."""
+        return [
+            record
+            for record in self.records.values()
+            if record.is_own
+            and record.attempt_key == attempt.key
+            and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
+        ]
 
     def apply_verdicts(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Applies a diagnosis of an attempt at time ``now``: opens, refines and resolves incidents."""
@@ -256,10 +252,8 @@ class IncidentRegistry:
         """
         older = [
             record
-            for record in self._open_by_job.get(attempt.job, ())
-            if record.is_live
-            and not record.belongs_to(attempt)
-            and record.attempt_key not in current
+            for record in self._list_open_of_job(attempt.job)
+            if not record.belongs_to(attempt) and record.attempt_key not in current
         ]
         processes = attempt.processes.values()
         if not older or all(process.lifecycle < Lifecycle.INITIALISED for process in processes):
@@ -315,7 +309,8 @@ class IncidentRegistry:
         self.changed.clear()
         excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
-            closed = self._select(lambda record: not record.is_open)
+            closed = [record for record in self.records.values() if not record.is_open]
+            closed.sort(key=lambda record: record.opened_at)
             turns = take_turns(reversed(closed), lambda record: record.incident.job)
             self.drop_incidents({record.incident.id for record in turns[-excess:]})
         return taken
@@ -334,7 +329,6 @@ class IncidentRegistry:
             gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
             related = [(relate_verdict(record.incident, v, gathering), v) for v in verdicts]
             all_related.append((record, related))
-        for record, related in all_related:
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)
             for relation, verdict in related:
                 if relation is Relation.SAME and verdict in unmatched:
@@ -356,7 +350,7 @@ class IncidentRegistry:
         limit = limits.OPEN_INCIDENTS
         family = get_family(job)
         maximum = limit.maximum if verdict.is_alert else limit.maximum // 2
-        if self._open_counts[family] < maximum:
+        if len(self._open_by_family.get(family, ())) < maximum:
             return True
         self.refusals[limit.name] += 1
         return False

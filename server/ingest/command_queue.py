@@ -40,8 +40,6 @@ class _RequestedEvidence:
 
 @dataclass(slots=True)
 class _AgentCommands:
-    """The commands for one node agent."""
-
     family: str = ""  # the family of the first process's job
     # The commands by id, until they are sent, and the time when each was queued.
     unsent: dict[str, tuple[Command, float]] = field(default_factory=dict)
@@ -119,7 +117,6 @@ class CommandQueue:
         return command.id
 
     def _open_commands(self, process: Process) -> _AgentCommands:
-        """The commands for the node agent of a process."""
         commands = self._agents.get(process.agent)
         if commands is None:
             commands = _AgentCommands(family=get_family(process.attempt.job))
@@ -201,8 +198,8 @@ class CommandQueue:
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, which should therefore report more often."""
-        evidence = self._find_commands(agent).evidence
-        return bool(evidence) and not all(last.is_answered for last in evidence.values())
+        requested = self._find_commands(agent).evidence.values()
+        return any(not last.is_answered for last in requested)
 
     def awaits_stacks(self, process: Process) -> bool:
         """Whether the stacks of a process were requested and have not arrived."""

@@ -109,21 +109,12 @@ def find_fair_share(wanted: Collection[int], total: int) -> float:
 
 def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
     """Seconds until a host's own slot in each interval, so that hosts do not report together."""
-    if interval_s < RARE_INTERVAL_S:
-        return interval_s
-    until_s = _until_own_time_s(agent, interval_s, now)
+    until_s = find_own_time_s(agent, interval_s, now)
     too_soon_s = min(MIN_SLOT_WAIT_S, interval_s / 10)
     return until_s if until_s > too_soon_s else until_s + interval_s
 
 
-def find_terse_time_s(agent: str, interval_s: float, now: float) -> float | None:
-    """Seconds for which a host may omit positions of ranks that make progress; None for none."""
-    if interval_s < RARE_INTERVAL_S:
-        return None
-    return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
-
-
-def _until_own_time_s(agent: str, period_s: float, now: float) -> float:
+def find_own_time_s(agent: str, period_s: float, now: float) -> float:
     """Seconds until the time within each period that the agent's id decides."""
     offset_s = zlib.crc32(agent.encode()) / (1 << 32) * period_s
     return (offset_s - now) % period_s
@@ -181,17 +172,6 @@ class ReportScheduler:
         """
         return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.get_max_gap_s(get_family(job)))
 
-    def get_steady_s(self, interval_s: float, *families: str) -> float | None:
-        """Seconds between two heartbeats of a steady host of these families: so few that one lost
-        heartbeat does not make the host count as lost. None: ``interval_s``, as usual.
-        """
-        if interval_s >= RARE_INTERVAL_S:  # a large job's heartbeats need nothing more
-            return None
-        gap_s = interval_s + max(map(self.shared.load.get_wait_s, families))
-        limits = replace(self.configured_limits, report_interval_s=gap_s)
-        wanted_s = min(RARE_INTERVAL_S, limits.lost_after_s / 2)
-        return wanted_s if wanted_s > interval_s else None
-
     def make_reply(
         self, agent: str, now: float, *, commands: tuple[Command, ...], needs_resync: bool
     ) -> HeartbeatReply:
@@ -200,7 +180,8 @@ class ReportScheduler:
         families = shared.agents.get_families(agent)
         hosts = self.weigh_hosts(*families)
         usual_s = find_interval_s(hosts, shared.load.late_s)
-        interval_s = find_slot_wait_s(agent, usual_s, now)
+        has_slots = usual_s >= RARE_INTERVAL_S
+        interval_s = find_slot_wait_s(agent, usual_s, now) if has_slots else usual_s
         details_s = steady_s = None
         is_awaited = True
         is_traced = shared.traces.is_agent_traced(agent)
@@ -217,10 +198,15 @@ class ReportScheduler:
                 interval_s = min(interval_s, PRESSING_INTERVAL_S)
         else:
             is_awaited = False
-            details_s = find_terse_time_s(agent, usual_s, now)
-            steady_s = self.get_steady_s(usual_s, *families)
+            if has_slots:  # positions of ranks that make progress may be left out until then
+                details_s = find_own_time_s(agent, FULL_UPDATE_INTERVALS * usual_s, now)
+            else:
+                # One lost heartbeat of a steady host does not make it count as lost.
+                gap_s = usual_s + max(map(shared.load.get_wait_s, families))
+                limits = replace(self.configured_limits, report_interval_s=gap_s)
+                rare_s = min(RARE_INTERVAL_S, limits.lost_after_s / 2)
+                steady_s = rare_s if rare_s > usual_s else None
         shared.agents[agent].is_awaited = is_awaited
-        has_slots = usual_s >= RARE_INTERVAL_S
         return HeartbeatReply(
             interval_s=interval_s,
             steady_s=steady_s,

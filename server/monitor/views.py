@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hangwatch.diagnosis.graph.progress import is_process_waiting
 from hangwatch.diagnosis.messages import join_notes
 from hangwatch.diagnosis.unexplained import describe_losses
 from hangwatch.model.calls import Loss, StreamKind
-from hangwatch.model.groups import GroupKey
+from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import KINDS
-from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Frame, Lifecycle, RankState
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_optional_document
 from hangwatch.report.job_status import JobFacts, UnexplainedWait, format_job_status
 from hangwatch.stacks.frames import find_user_frame
 from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from ..core.job_views import (
-    GroupMemberView,
-    GroupView,
-    JobState,
-    JobView,
-    LossView,
-    RankDeviceView,
-    RankGroupView,
-    RankView,
-)
+from ..core import job_views
 from ..incidents.registry import IncidentRecord, is_hang
 
 MAX_RANKS_SHOWN = 1 << 20  # the limit if a larger world size was reported
 MAX_ABSENT_RUNS = 20  # runs of consecutive ranks
 MAX_PROCESSES_SEARCHED = 64  # enough to find a setting that all processes of a job have in common
 WAITING_AFTER_S = 1.0  # a rank waits if a call is unfinished for so long
-LOST_AFTER_S = Limits().lost_after_s
 
 
 def count_members(attempt: Attempt, number: int) -> int:
@@ -55,19 +45,19 @@ def count_members(attempt: Attempt, number: int) -> int:
 
 def describe_rank(
     attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
-) -> RankView:
+) -> job_views.RankView:
     """A rank and its position in each of its groups, with the ranks of these only if ``members``."""
     process = attempt.processes.get(number)
     if process is None:
-        return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
+        return job_views.RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
     groups = []
     for stream in process.streams.values():
         if stream.kind is not StreamKind.COLLECTIVE:
             continue
         device = None
         if stream.device is not None:
-            device = RankDeviceView(**stream.device.list_counters(now))
-        group = RankGroupView(
+            device = job_views.RankDeviceView(**stream.device.list_counters(now))
+        group = job_views.RankGroupView(
             name=stream.group.name,
             desc=stream.group.desc,
             ranks=stream.group.known_ranks if members else (),
@@ -80,7 +70,7 @@ def describe_rank(
         )
         groups.append(group)
     waiting_s = compute_waiting_s(process, now)
-    return RankView(
+    return job_views.RankView(
         job=attempt.job,
         attempt=attempt.number,
         rank=number,
@@ -97,54 +87,58 @@ def describe_rank(
     )
 
 
-def _describe_loss(loss: Loss | None) -> LossView | None:
-    return None if loss is None else LossView(since=loss.from_seq, because=loss.reason.description)
+def _describe_loss(loss: Loss | None) -> job_views.LossView | None:
+    if loss is None:
+        return None
+    return job_views.LossView(since=loss.from_seq, because=loss.reason.description)
 
 
-def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
+def describe_group(
+    attempt: Attempt, group: Group, streams: Mapping[int, CallStream]
+) -> job_views.GroupView:
     """A process group with the positions of its members."""
-    members = attempt.streams_by_group[key]
-    first = next(iter(members.values()))
-    return GroupView(
+    return job_views.GroupView(
         job=attempt.job,
         attempt=attempt.number,
-        name=first.group.name,
-        desc=first.group.desc,
-        backend=first.group.backend,
-        generation=first.group.generation,
-        ranks=first.group.known_ranks,
-        outside=first.group.outside_labels,
+        name=group.name,
+        desc=group.desc,
+        backend=group.backend,
+        generation=group.generation,
+        ranks=group.known_ranks,
+        outside=group.outside_labels,
         members=[
-            GroupMemberView(
-                rank=r,
-                entered=s.entered,
-                completed=s.completed,
-                op=s.op,
-                incomplete=_describe_loss(s.loss),
+            job_views.GroupMemberView(
+                rank=rank,
+                entered=stream.entered,
+                completed=stream.completed,
+                op=stream.op,
+                incomplete=_describe_loss(stream.loss),
             )
-            for r, s in sorted(members.items())
+            for rank, stream in sorted(streams.items())
         ],
     )
 
 
-def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
-    """All process groups, or those of one rank."""
-    keys = []
-    for key, members in attempt.streams_by_group.items():
-        first = next(iter(members.values()))
+def list_groups(
+    attempt: Attempt, rank: int | None = None
+) -> list[tuple[Group, dict[int, CallStream]]]:
+    """All process groups, or those of one rank, each with its streams by member."""
+    groups = []
+    for streams in attempt.streams_by_group.values():
+        first = next(iter(streams.values()))
         if first.kind is StreamKind.COLLECTIVE and (rank is None or rank in first.group.ranks):
-            keys.append(key)
-    return keys
+            groups.append((first.group, streams))
+    return groups
 
 
 def describe_job(
     attempt: Attempt, counts: Counter[RankState], records: Sequence[IncidentRecord], now: float
-) -> JobView:
+) -> job_views.JobView:
     """A job with the number of its ranks in each state, ``counts``, and its open ``records``."""
     is_starting = counts[RankState.STARTING] > 0
     is_running = counts[RankState.RUNNING] > 0
     has_live_ranks = is_starting or is_running or counts[RankState.WAITING] > 0
-    state: JobState
+    state: job_views.JobState
     if attempt.is_finished:
         state = "failed" if counts[RankState.DEAD] else "finished"
     elif any(is_hang(record.incident) and record.incident.is_alert for record in records):
@@ -154,7 +148,7 @@ def describe_job(
     else:
         state = "starting" if is_starting and not is_running else "running"
     steps = [p.step for p in attempt.processes.values() if p.step is not None]
-    return JobView(
+    return job_views.JobView(
         job=attempt.job,
         attempt=attempt.number,
         state=state,
@@ -206,7 +200,7 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
 
 def describe_job_status(
     attempt: Attempt,
-    job: JobView,
+    job: job_views.JobView,
     stall_after_s: float,
     wait: UnexplainedWait | None,
     now: float,
@@ -269,7 +263,7 @@ def compute_states(
     attempt: Attempt,
     records: Iterable[IncidentRecord],
     now: float,
-    lost_after_s: float = LOST_AFTER_S,
+    lost_after_s: float,
 ) -> dict[int, RankState]:
     """The state of each expected rank. ``records`` are the attempt's open incidents; a rank is lost
     after ``lost_after_s`` without a heartbeat.

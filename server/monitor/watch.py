@@ -10,7 +10,7 @@ from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 from ..core import load
 from ..core.limits import is_large
 from ..ingest.heartbeat_queue import HeartbeatQueue
-from ..recovery.aborter import Aborter, AbortOrders
+from ..recovery.aborter import Aborter
 from ..settings import Settings
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
@@ -18,7 +18,6 @@ from .cadence import ReportScheduler
 from .diagnoser import Diagnoser
 from .diagnosis_loop import DiagnosisLoop, Retention
 from .job_claims import JobClaims, restore_former_attempts
-from .publisher import ChangePublisher
 
 
 class Watch:
@@ -38,23 +37,12 @@ class Watch:
         )
         self.aborter: Aborter | None = None
         if (rules := settings.abort_rules) is not None:
-            self.aborter = Aborter(
-                shared=shared,
-                rules=rules,
-                orders=AbortOrders(shared=shared),
-                persistence=persistence,
-            )
+            self.aborter = Aborter(shared=shared, rules=rules, persistence=persistence)
         self.heartbeat_queue = HeartbeatQueue(self.apply_heartbeat, shared.load)
         self.diagnoser = Diagnoser(
             shared=shared,
             report_scheduler=self.report_scheduler,
             heartbeat_queue=self.heartbeat_queue,
-        )
-        publisher = ChangePublisher(
-            shared=shared,
-            persistence=persistence,
-            diagnoser=self.diagnoser,
-            repeat_after_s=settings.repeat_interval,
         )
         retention = Retention(shared=shared, diagnoser=self.diagnoser)
         self.job_claims: JobClaims | None = None  # None: no other server shares the database
@@ -68,10 +56,11 @@ class Watch:
         self.loop = DiagnosisLoop(
             shared=shared,
             diagnoser=self.diagnoser,
-            publisher=publisher,
+            persistence=persistence,
             retention=retention,
             aborter=self.aborter,
             job_claims=self.job_claims,
+            repeat_after_s=settings.repeat_interval,
         )
 
     def apply_heartbeat(self, beat: Heartbeat, urgent: bool = False) -> HeartbeatReply:
@@ -95,7 +84,7 @@ class Watch:
         shared.recordings.apply_replies(beat.recordings, now)
         shared.traces.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
-            self.aborter.orders.apply_replies(beat.aborts)
+            self.aborter.apply_replies(beat.aborts)
         # The next diagnosis of a large attempt may start seconds later, and this agent's next heartbeat
         # may be as late: what it will need is requested now.
         for process in fleet.list_processes(beat.agent) if beat.processes else ():

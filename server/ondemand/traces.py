@@ -50,34 +50,27 @@ class TracedRank(RankReply):
     clock_offset_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceFilter:
-    """The calls to trace."""
-
-    op: str = ""
-    group: str = ""  # a group's name or description
-    values: bool = False
-    seconds: float | None = None  # None: until the client leaves or the job ends
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class TraceSession(RankRequest[TracedRank]):
     """One client's trace: the calls that it selects, the ranks that it follows, and the events that it
     has not received yet, as pairs of the event's name and its data.
     """
 
-    filter: TraceFilter
+    op: str = ""
+    group: str = ""  # a group's name or description
+    values: bool = False
+    seconds: float | None = None  # None: until the client leaves or the job ends
     events: deque[tuple[str, dict[str, Any]]] = field(default_factory=deque)
-    excluded_ops: set[str] = field(default_factory=set)  # operations that the filter leaves out
+    excluded_ops: set[str] = field(default_factory=set)  # operations that are not selected
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def compute_end(self, traced: TracedRank) -> float:
         """The time after which calls of a rank are not traced; infinite if that is not known (yet).
         Some replies may be outstanding then.
         """
-        if traced.started_at is None or self.filter.seconds is None:
+        if traced.started_at is None or self.seconds is None:
             return math.inf
-        return traced.started_at + self.filter.seconds
+        return traced.started_at + self.seconds
 
     def add_event(self, name: str, **data: Any) -> None:
         self.events.append((name, data))
@@ -104,8 +97,7 @@ class TraceSession(RankRequest[TracedRank]):
         """A call as the API describes it; None if it belongs to another group than the wanted one."""
         stream = traced.process.streams.get(call.uid)
         group = None if stream is None else stream.group
-        wanted_group = self.filter.group
-        if wanted_group and (group is None or wanted_group not in (group.name, group.desc)):
+        if self.group and (group is None or self.group not in (group.name, group.desc)):
             return None
         return {
             "rank": traced.rank,
@@ -129,10 +121,12 @@ class TraceRegistry(RequestRegistry[TraceSession]):
     KIND = CommandKind.TRACE
 
     def start_session(
-        self, attempt: Attempt, ranks: Sequence[int], trace_filter: TraceFilter, now: float
+        self, attempt: Attempt, ranks: Sequence[int], now: float, **selection: Any
     ) -> TraceSession:
-        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``."""
-        session = TraceSession(**self.identify_request(attempt, now), filter=trace_filter)
+        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``. ``selection`` are
+        the fields of the session that select calls.
+        """
+        session = TraceSession(**self.identify_request(attempt, now), **selection)
         self.requests[session.id] = session
         for rank in dict.fromkeys(ranks):
             process = attempt.processes[rank]
@@ -170,8 +164,8 @@ class TraceRegistry(RequestRegistry[TraceSession]):
             traced.process,
             now,
             after=traced.next_record,
-            op=session.filter.op,
-            values=session.filter.values,
+            op=session.op,
+            values=session.values,
             max_calls=MAX_CALLS_PER_REPLY,
             last=traced.is_last_request,
         )

@@ -83,9 +83,7 @@ class PerformanceTotals:
             group.queued |= stream.completed is None
             members = stream.group.ranks
             if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
-                spreads_us = group.add_samples(rank, beat.agent, part.samples, self.clocks, now)
-                for spread_us in spreads_us:
-                    job.spread.add_duration(spread_us)
+                group.add_samples(rank, beat.agent, part.samples, self.clocks, now)
 
     def get_job(self, attempt: Attempt) -> JobTotals:
         """The totals of an attempt; empty ones if it has not reported any calls."""
@@ -103,16 +101,6 @@ class JobTotals:
     groups: dict[GroupKey, GroupTotals] = field(default_factory=dict)
     ignored_reports: int = 0  # reports of groups beyond `MAX_GROUPS`
     operations: dict[str, OperationTotals] = field(default_factory=dict)  # all groups together
-    spread: DurationHistogram = field(default_factory=DurationHistogram)
-
-    def merge_operations(self, other: JobTotals) -> None:
-        """Adds another job's operations and spread."""
-        for op, added in other.operations.items():
-            totals = self.operations.setdefault(op, OperationTotals())
-            totals.calls += added.calls
-            totals.bytes += added.bytes
-            totals.latency.merge_counts(added.latency.counts.items(), added.latency.longest_us)
-        self.spread.merge_counts(other.spread.counts.items(), other.spread.longest_us)
 
     def get_group(self, group: Group) -> GroupTotals | None:
         """The totals of a group, created if needed; None beyond `MAX_GROUPS`."""
@@ -133,9 +121,8 @@ class PartlyReportedCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    # By rank: when it arrived, on its agent's clock, and the time from entry to completion, in µs.
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    durations_us: dict[int, int] = field(default_factory=dict)  # -1: not known
+    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by rank, on its agent's clock
+    shortest_us: float = math.inf  # the shortest time from entry to completion; -1: one is unknown
 
 
 @dataclass(slots=True)
@@ -224,11 +211,8 @@ class GroupTotals:
         samples: Iterable[heartbeat.CallSample],
         clocks: ClockBounds,
         now: float,
-    ) -> list[float]:
-        """Records a member's arrivals. Returns the spreads in microseconds of the calls that all
-        members have reported by then.
-        """
-        spreads_us = []
+    ) -> None:
+        """Records a member's arrivals, and compares those at calls that all members have reported."""
         member_count = len(self.group.ranks)
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
         for seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes in samples:
@@ -246,17 +230,15 @@ class GroupTotals:
             call.arrivals[rank] = Arrival(
                 rank, arrived_at=entered_us / 1e6, host=agent, since_previous_s=since_s
             )
-            call.durations_us[rank] = duration_us
+            call.shortest_us = min(call.shortest_us, duration_us)
             if len(call.arrivals) == member_count:
                 self._pending.pop(seq, None)
                 agents = {arrival.host for arrival in call.arrivals.values()}
                 # The clock of a single agent need not be known.
                 if len(agents) == 1 or agents <= clocks.keys():
-                    spreads_us.append(self._compare_arrivals(call, clocks, now))
-        return spreads_us
+                    self._compare_arrivals(call, clocks, now)
 
-    def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
-        """Compares the arrivals at a call. Returns their spread in microseconds."""
+    def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> None:
         arrivals = []  # the times are this server's
         for arrival in call.arrivals.values():
             low, high = clocks.get(arrival.host, (0.0, 0.0))
@@ -264,20 +246,17 @@ class GroupTotals:
             arrivals.append(arrival._replace(arrived_at=arrived_at, error_s=(high - low) / 2))
         skew = stragglers.measure_skew(call.seq, arrivals)
         self.arrivals.add_skew(skew)
-        spread_us = 1e6 * skew.spread_s
-        self._get_period(call.op, now).spread.add_duration(spread_us)
+        self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
         row = self._get_size_class(call.op, call.size_class)
         # How long some of the members waited; the first, which waited longest, is one of them.
         times = sorted(arrival.arrived_at for arrival in arrivals)
         for arrived_at in times[:: max(1, len(times) // MAX_WAITS_PER_CALL)]:
             waited_s = skew.last_arrival_at - arrived_at
             row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
-        shortest_us = min(call.durations_us.values())
-        if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
+        if call.op in MUTUAL_WAIT_OPS and call.shortest_us >= 0 and call.size_bytes > 0:
             # The shortest call is that of the last member to arrive, which did not wait.
-            row.transfer.add_duration(shortest_us)
+            row.transfer.add_duration(call.shortest_us)
             row.transferred_bytes += call.size_bytes
-        return spread_us
 
     def _get_size_class(self, op: str, size_class: int) -> SizeClassTotals:
         key = op[:MAX_OP_LENGTH], size_class

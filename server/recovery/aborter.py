@@ -48,14 +48,24 @@ REPLY_DELAY_LIMIT_S = 1.0
 _UNDECIDED = ("", "planned", "withheld")  # states before it is decided to end ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AbortOrder:
+    """An order to a node agent whose result is not known yet."""
+
+    incident: str
+    process: Process
+    agent: str  # the node agent that has the command
+    ordered_at: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Aborter:
     """Times are the monotonic clock's."""
 
     shared: SharedState
     rules: Rules
-    orders: AbortOrders
     persistence: PersistenceWorker
+    _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
     _is_failing: bool = False  # the last read of the database failed
 
@@ -73,7 +83,7 @@ class Aborter:
                 continue
             if is_ordered:
                 now = shared.now()
-                self.orders.collect_results(record, attempt, now)
+                self._collect_results(record, attempt, now)
                 aborts = record.recovery.aborts
                 last_ordered_at = aborts[-1].ordered_at
                 results = {abort.result for abort in aborts if abort.ordered_at == last_ordered_at}
@@ -86,7 +96,7 @@ class Aborter:
                     incidents.update_recovery(record, state="done", done_at=done_at)
                     self.persistence.queue_alert(record, _number_event(ABORTED, aborts))
             if not record.is_open or shared.fleet.latest_attempt(attempt.job) is not attempt:
-                self.orders.withdraw(record)
+                self._withdraw_orders(record)
                 continue
             try:
                 await self._advance_recovery(record, attempt, get_recent_s(attempt.job))
@@ -147,7 +157,7 @@ class Aborter:
             if state in ("announced", "ordered") or not is_concurrent:
                 self._end_ranks(record, attempt, decision)
         elif state == "ordered":
-            self.orders.withdraw(record)
+            self._withdraw_orders(record)
 
     def _gather_facts(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
@@ -220,50 +230,15 @@ class Aborter:
                 ranks=decision.ranks,
                 aborts=(*recovery.aborts, *aborts),
             )
-            self.orders.order_aborts(record, processes, now)
+            self._order_aborts(record, processes, now)
         elif recovery.state == "ordered":
             # A server that was killed may have written orders that it did not send.
             unordered = {*decision.ranks}.intersection(recovery.ranks)
-            unordered -= self.orders.list_ordered_ranks(record)
+            unordered -= self._list_ordered_ranks(record)
             unordered -= {abort.rank for abort in recovery.aborts if abort.result != "ordered"}
-            self.orders.order_aborts(record, [attempt.processes[r] for r in unordered], now)
+            self._order_aborts(record, [attempt.processes[r] for r in unordered], now)
 
-
-def _get_state(record: IncidentRecord) -> str:
-    recovery = record.incident.recovery
-    return recovery.state if recovery is not None else ""
-
-
-def _number_event(kind: str, aborts: Iterable[RankAbort], further: int = 0) -> str:
-    """The event with the number of times that orders were given: for the culprits, then for the
-    other ranks.
-    """
-    number = len({abort.ordered_at for abort in aborts}) + further
-    return kind if number < 2 else f"{kind}-{number}"
-
-
-def _list_order(process: Process, ordered_at: datetime) -> RankAbort:
-    """The order to end a process, as a recovery lists it."""
-    identity = process.identity
-    return RankAbort(rank=process.rank, host=process.host, pid=identity.pid, ordered_at=ordered_at)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AbortOrder:
-    incident: str
-    process: Process
-    agent: str  # the node agent that has the command
-    ordered_at: float
-
-
-@dataclass(slots=True, kw_only=True)
-class AbortOrders:
-    """The orders to node agents until their result is known. Times are the monotonic clock's."""
-
-    shared: SharedState
-    _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
-
-    def order_aborts(
+    def _order_aborts(
         self, record: IncidentRecord, processes: Iterable[Process], now: float
     ) -> None:
         for process in processes:
@@ -272,11 +247,11 @@ class AbortOrders:
                 incident=record.incident.id, process=process, agent=process.agent, ordered_at=now
             )
 
-    def list_ordered_ranks(self, record: IncidentRecord) -> set[int]:
+    def _list_ordered_ranks(self, record: IncidentRecord) -> set[int]:
         """The ranks whose orders have no result yet."""
         return {order.process.rank for _, order in self._list_orders(record)}
 
-    def withdraw(self, record: IncidentRecord) -> None:
+    def _withdraw_orders(self, record: IncidentRecord) -> None:
         """Withdraws the orders that were not sent: the job makes progress, or is not reported."""
         for command_id, order in self._list_orders(record):
             if self.shared.commands.withdraw_command(order.agent, command_id):
@@ -298,7 +273,7 @@ class AbortOrders:
             else:
                 self._record_end(record, order.process.rank, reply.signal, now)
 
-    def collect_results(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
+    def _collect_results(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
         for command_id, order in self._list_orders(record):
             process = attempt.processes.get(order.process.rank)
@@ -310,7 +285,7 @@ class AbortOrders:
                 del self._orders[command_id]
                 if is_running:
                     self._record_failure(record, order, explain_silence(REQUEST_EXPIRES_S))
-        ordered_ranks = self.list_ordered_ranks(record)
+        ordered_ranks = self._list_ordered_ranks(record)
         for abort in record.recovery.aborts:
             process = attempt.processes.get(abort.rank)
             if abort.result != "ordered" or abort.rank in ordered_ranks:
@@ -356,3 +331,22 @@ class AbortOrders:
             if abort.rank == rank and abort.result == "ordered":
                 aborts[number] = replace(abort, **changes)
         self.shared.incidents.update_recovery(record, aborts=tuple(aborts))
+
+
+def _get_state(record: IncidentRecord) -> str:
+    recovery = record.incident.recovery
+    return recovery.state if recovery is not None else ""
+
+
+def _number_event(kind: str, aborts: Iterable[RankAbort], further: int = 0) -> str:
+    """The event with the number of times that orders were given: for the culprits, then for the
+    other ranks.
+    """
+    number = len({abort.ordered_at for abort in aborts}) + further
+    return kind if number < 2 else f"{kind}-{number}"
+
+
+def _list_order(process: Process, ordered_at: datetime) -> RankAbort:
+    """The order to end a process, as a recovery lists it."""
+    identity = process.identity
+    return RankAbort(rank=process.rank, host=process.host, pid=identity.pid, ordered_at=ordered_at)

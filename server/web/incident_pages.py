@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
 from hangwatch.report.documents import build_document
 from hangwatch.report.text import Document, group_name, name_ranks, parse_time, truncate_end
@@ -148,7 +147,8 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown;
     ``dump_id`` names the requested stacks, if any. Raises Problem for an unknown incident.
     """
-    incident = state.get_incident(id).incident
+    record = state.get_incident(id)
+    incident = record.incident
     is_listed = parse_rank_filter(ranks)
     is_shown = is_listed or (lambda _: True)
     stacks = []
@@ -169,7 +169,7 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         "culprit_frame": views.find_culprit_frame(incident),
         "recovery": recovery.format_recovery(document),
         "open_s": (ended_at - incident.onset_at).total_seconds(),
-        **_build_graph_values(state, incident),
+        **_build_graph_values(state, record),
         "differing": {
             name
             for name in COMPARED_FIELDS
@@ -195,10 +195,11 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
     }
 
 
-def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
+def _build_graph_values(state: AppState, record: IncidentRecord) -> dict[str, Any]:
     """The graph, with its names: ``group_names`` by group, and ``ops`` by (rank, call). Calls
     outside the incident have a name only while the job is known.
     """
+    incident = record.incident
     places: dict[int, str] = {}
     for stack in select_calling_stacks(incident.stacks):
         frame = find_user_frame(stack.frames)
@@ -209,7 +210,7 @@ def _build_graph_values(state: AppState, incident: Incident) -> dict[str, Any]:
 
     group_names: dict[str, str] = {}
     ops: dict[tuple[int, int], str] = {}
-    attempt = state.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
+    attempt = state.shared.fleet.attempts.get(record.attempt_key)
     processes = {} if attempt is None else attempt.processes
     for rank in processes.keys() & {arrow.waiter for arrow in picture.arrows}:
         for stream in processes[rank].streams.values():

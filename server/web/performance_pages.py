@@ -50,7 +50,7 @@ async def get_performance(
     to_date = state.shared.clock.date
     return listed.make_response(
         rows,
-        lambda row: make_group_cursor(row[0], row[1].totals.group.key),
+        lambda row: make_group_cursor(row[0], row[1].totals.group),
         lambda row: views.describe_group_performance(*row, to_date).model_dump(mode="json"),
     )
 

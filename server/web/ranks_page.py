@@ -119,7 +119,7 @@ def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
     are JSON, a list of [label, packed ranks].
     """
     expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
-    groups = _list_group_streams(attempt)
+    groups = views.list_groups(attempt)
     descriptions = {group.desc for group, _ in groups}
     choices = ("host", *sorted(descriptions - {"", "host"})[:MAX_MAP_GROUPINGS])
     by = by if by in choices else "host"
@@ -141,12 +141,6 @@ def _build_map_layout(attempt: Attempt, by: str) -> dict[str, Any]:
     }
 
 
-def _list_group_streams(attempt: Attempt) -> list[tuple[Group, Mapping[int, CallStream]]]:
-    """Each process group, and its streams by member."""
-    listed = [attempt.streams_by_group[key] for key in views.list_groups(attempt)]
-    return [(next(iter(streams.values())).group, streams) for streams in listed]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
     """The members of a group that have entered the same number of its calls."""
@@ -166,7 +160,7 @@ class GroupRow:
 def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
     """Groups whose members are at different positions come first, then large ones."""
     rows = []
-    for group, streams in _list_group_streams(attempt):
+    for group, streams in views.list_groups(attempt):
         ranks_by_entered: dict[int, list[int]] = {}
         for rank, stream in sorted(streams.items()):
             ranks_by_entered.setdefault(stream.entered, []).append(rank)

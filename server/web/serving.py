@@ -13,7 +13,6 @@ from urllib.parse import urlencode
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from hangwatch.model.kinds import Severity
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.events import encode_event
@@ -93,7 +92,7 @@ def choose_shown_attempt(state: AppState, job: str, attempt: int | None) -> Atte
     alerted_jobs = {
         record.incident.job
         for record in state.shared.incidents.records.values()
-        if record.is_open and record.incident.severity is Severity.ALERT
+        if record.is_open and record.incident.is_alert
     }
     alerted = [a for a in attempts if a.job in alerted_jobs and not a.is_finished]
     return next(iter(alerted or attempts), None)

@@ -104,7 +104,7 @@ def test_bodies_that_arrive_are_limited_together(server: Server, client: httpx.C
     """
     before = read_refusals(client, limits.BODIES)
     length = limits.BODY.maximum
-    share = limits.BODIES.find_share(0, 0) // length
+    share = limits.BODIES.maximum // 2 // length
     head = f"POST {HEARTBEAT_PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
     parts = urlsplit(server.url)
     with (

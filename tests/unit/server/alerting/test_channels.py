@@ -133,7 +133,7 @@ def test_slack_webhook(service: Service) -> None:
 
 
 def test_later_messages_are_in_the_thread_of_the_first(service: Service) -> None:
-    bot = SlackBot(token="xoxb-secret", channel="#alerts", api_url=service.url)
+    bot = SlackBot(address="slack://", token="xoxb-secret", channel="#alerts", api_url=service.url)
     later = MOMENT + timedelta(hours=1)
     other = make_message(id="01J00000000000000000000001")
     for message in (make_message(), make_message("reminder-1", later), other):
@@ -151,14 +151,16 @@ def test_later_messages_are_in_the_thread_of_the_first(service: Service) -> None
 @pytest.mark.parametrize(("error", "final"), [("channel_not_found", True), ("ratelimited", False)])
 def test_refusal_of_slack_is_reported(error: str, final: bool) -> None:
     with Service(ok=False, error=error) as service:
-        bot = SlackBot(token="xoxb-secret", channel="#none", api_url=service.url)
+        bot = SlackBot(
+            address="slack://", token="xoxb-secret", channel="#none", api_url=service.url
+        )
         with pytest.raises(AlertChannelError, match=error) as raised:
             bot.send_message(make_message())
     assert raised.value.final is final
 
 
 def test_pagerduty_has_one_alert_for_an_incident(service: Service) -> None:
-    pager = PagerDuty(routing_key=KEY, api_url=service.url)
+    pager = PagerDuty(address=f"pagerduty://{KEY}", api_url=service.url)
     later = MOMENT + timedelta(hours=1)
     for message in (make_message(), make_message("reminder-1", later)):
         pager.send_message(message)
@@ -173,7 +175,7 @@ def test_pagerduty_has_one_alert_for_an_incident(service: Service) -> None:
 
 
 def test_opsgenie_closes_its_alert(service: Service) -> None:
-    pager = Opsgenie(api_key=KEY, api_url=service.url)
+    pager = Opsgenie(address=f"opsgenie://{KEY}", api_url=service.url)
     pager.send_message(make_message())
     pager.send_message(make_message(RESOLVED, MOMENT + timedelta(hours=1)))
     opened, closed = service.requests
@@ -185,8 +187,8 @@ def test_opsgenie_closes_its_alert(service: Service) -> None:
 
 def test_test_message_has_the_lowest_priority(service: Service) -> None:
     message = replace(make_message(), event="test", body={"id": "test", "url": URL})
-    PagerDuty(routing_key=KEY, api_url=service.url).send_message(message)
-    Opsgenie(api_key=KEY, api_url=service.url).send_message(message)
+    PagerDuty(address=f"pagerduty://{KEY}", api_url=service.url).send_message(message)
+    Opsgenie(address=f"opsgenie://{KEY}", api_url=service.url).send_message(message)
     duty, genie = [request.parse_json() for request in service.requests]
     assert (duty["payload"]["severity"], genie["priority"]) == ("info", "P5")
     assert json.dumps(build_slack_message(message)) and json.dumps(build_teams_message(message))

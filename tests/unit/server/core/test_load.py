@@ -104,12 +104,11 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     events = state.shared.events
-    readers = events.readers
 
     async def read_one() -> int:
         stream: Any = events.make_response(events.stream_events(None)).body_iterator
         await anext(aiter(stream))
-        count = len(readers)
+        count = events.reader_count
         await stream.aclose()
         return count
 
@@ -119,8 +118,8 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
         ) as client:
             return await client.get(path, headers={"Accept": "text/event-stream"})
 
-    assert (asyncio.run(read_one()), readers) == (1, set())
-    readers.update(range(MAX_READERS))
+    assert (asyncio.run(read_one()), events.reader_count) == (1, 0)
+    events.reader_count = MAX_READERS
     for path in ("/api/v1/events", "/ranks"):
         refused = asyncio.run(get_page(path))
         assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)

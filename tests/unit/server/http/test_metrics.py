@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.http.metrics import MAX_JOBS_SHOWN, format_exposition
+from hangwatch.server.http.metrics import MAX_JOBS_SHOWN, StateCollector
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
@@ -44,7 +45,7 @@ def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.H
 
 
 def read_metrics(state: AppState) -> dict[str, float]:
-    lines = format_exposition(state).decode().splitlines()
+    lines = generate_latest(StateCollector(state)).decode().splitlines()
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))

@@ -33,7 +33,6 @@ from hangwatch.server.app import build_app
 from hangwatch.server.http.access import PEER_UID
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.ondemand.recordings import RecordingRequest
-from hangwatch.server.ondemand.traces import TraceFilter
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.attempt import Attempt
@@ -161,7 +160,7 @@ def request_everything(state: AppState, attempt: Attempt) -> dict[str, str]:
     evidence.append(EvidenceRequest(rank=rank, hardware=True))
     shared.commands.request_evidence(attempt, evidence, now)
     if process.exit is None:
-        shared.traces.start_session(attempt, [rank], TraceFilter(), now)
+        shared.traces.start_session(attempt, [rank], now)
         shared.recordings.request_recording(attempt, RecordingRequest(ranks=[rank]), now)
     return {REPLY_FIELDS[c.kind]: c.id for c in shared.commands.take_unsent(process.agent)}
 

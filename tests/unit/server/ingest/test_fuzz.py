@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
@@ -35,7 +36,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.http.metrics import format_exposition
+from hangwatch.server.http.metrics import StateCollector
 from hangwatch.server.ingest.heartbeat_checks import check_memory, parse_heartbeat
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -179,7 +180,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     assert state.shared.failures.count == 0
     for attempt in state.list_latest_attempts():
         msgspec.json.encode(state.describe_job(attempt))
-    assert format_exposition(state)
+    assert generate_latest(StateCollector(state))
     for attempt in list(state.shared.fleet.attempts.values()):
         state.shared.fleet.forget_attempt(attempt)
         state.shared.fleet.drop_processes(attempt, 1 << 20)

@@ -119,9 +119,10 @@ def test_one_job_leaves_half_to_others() -> None:
 
 def test_a_launch_on_all_hosts_is_within_its_share() -> None:
     """100,000 ranks on 12,500 hosts, while their former attempt is still known."""
-    assert limits.PROCESSES.find_share(0, 0) >= 2 * 100_000
-    assert limits.AGENTS.find_share(0, 0) >= 2 * 12_500
-    assert limits.AGENTS.find_share(0, 2 * 12_500) >= 12_500, "another such job"
+    # None of these raises Problem.
+    limits.PROCESSES.check_share(2 * 100_000, 2 * 100_000, "large")
+    limits.AGENTS.check_share(2 * 12_500, 2 * 12_500, "large")
+    limits.AGENTS.check_share(12_500, 3 * 12_500, "another such job")
 
 
 @pytest.mark.parametrize(

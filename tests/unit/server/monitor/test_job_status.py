@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.report.job_status import UnexplainedWait
@@ -41,7 +42,10 @@ def describe_silent_job(
     )
     (attempt,) = fleet.attempts.values()
     job = views.describe_job(
-        attempt, Counter(compute_states(attempt, [], 100.0).values()), [], 100.0
+        attempt,
+        Counter(compute_states(attempt, [], 100.0, Limits().lost_after_s).values()),
+        [],
+        100.0,
     )
     return describe_job_status(attempt, job, 60.0, wait, 100.0)
 

@@ -23,7 +23,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.registry import IncidentRecord
-from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
+from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.attempt import Attempt
@@ -122,7 +122,7 @@ def test_states_of_large_attempt_are_updated_rarely(
     state: AppState, monkeypatch: pytest.MonkeyPatch, large_ranks: int, are_updated: bool
 ) -> None:
     monkeypatch.setattr(limits, "LARGE_RANKS", large_ranks)
-    monkeypatch.setattr(publisher, "STATES_FACTOR", 1e9)
+    monkeypatch.setattr(diagnosis_loop, "STATES_FACTOR", 1e9)
     state.watch.apply_heartbeat(make_heartbeat(1))
     asyncio.run(state.watch.loop.run_round())
     (published,) = state.watch.diagnoser.attempts.values()
@@ -198,7 +198,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.watch.report_scheduler.get_limits("large").lost_after_s == views.LOST_AFTER_S
+    assert state.watch.report_scheduler.get_limits("large").lost_after_s == Limits().lost_after_s
     monkeypatch.setattr(state.shared.load, "late_s", 2.0)
     assert (
         state.watch.report_scheduler.get_limits("large").lost_after_s
@@ -206,7 +206,9 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     )
     (attempt,) = state.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
-    assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(views.compute_states(attempt, (), late, Limits().lost_after_s).values()) == {
+        RankState.LOST
+    }
     assert set(
         views.compute_states(
             attempt, (), late, state.watch.report_scheduler.get_limits("large").lost_after_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Frame, RankState
 from hangwatch.server.monitor import views
 from hangwatch.server.monitor.views import compute_states
@@ -14,7 +15,7 @@ def make_frame(text: str) -> Frame:
 
 
 def describe_rank(job: ScriptedJob, rank: int) -> tuple[RankState, float | None]:
-    state = compute_states(job.latest_attempt, (), job.now)[rank]
+    state = compute_states(job.latest_attempt, (), job.now, Limits().lost_after_s)[rank]
     view = views.describe_rank(job.latest_attempt, rank, state, job.now)
     return view.state, view.waiting_s
 

@@ -26,8 +26,8 @@ from hangwatch.server.monitor.cadence import (
     RoundTurns,
     find_fair_share,
     find_interval_s,
+    find_own_time_s,
     find_slot_wait_s,
-    find_terse_time_s,
 )
 from hangwatch.server.settings import Settings
 from hangwatch.server.shared_state import SharedState
@@ -85,12 +85,14 @@ def test_hosts_answered_together_return_spread_out() -> None:
         late = 100.0 + wait + 1.7
         turns = (late + find_slot_wait_s(agent, interval, late) - 100.0 - wait) / interval
         assert turns == pytest.approx(round(turns), abs=1e-6), "even if its reply was late"
-    assert find_slot_wait_s("agent", 0.5, 100.0) == 0.5, "few hosts have no slots"
+    reply = make_scheduler(60.0, 1).make_reply("a0", 100.0, commands=(), needs_resync=False)
+    assert reply.interval_s == 0.5, "few hosts have no slots"
 
 
 def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
     agents, interval = [f"agent-{n}" for n in range(2000)], 10.0
-    assert find_terse_time_s("agent", 0.5, 100.0) is None, "few hosts always send all positions"
+    reply = make_scheduler(60.0, 1).make_reply("a0", 100.0, commands=(), needs_resync=False)
+    assert reply.details_s is None, "few hosts always send all positions"
     full_updates: dict[int, int] = {}  # the number in each round
     for agent in agents:
         at, until, rounds = 100.0, 0.0, []
@@ -98,7 +100,7 @@ def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
             if at >= until:
                 rounds.append(n)
                 full_updates[n] = full_updates.get(n, 0) + 1
-            until = at + (find_terse_time_s(agent, interval, at) or 0.0)
+            until = at + find_own_time_s(agent, FULL_UPDATE_INTERVALS * interval, at)
             at += find_slot_wait_s(agent, interval, at)
         assert (
             len(rounds) >= 4  # the first of them is before its host's first slot
@@ -118,7 +120,8 @@ def test_steady_hosts_report_less_often(
     stall_after_s: float, agent_count: int, expected_s: float | None
 ) -> None:
     scheduler = make_scheduler(stall_after_s, agent_count)
-    assert scheduler.get_steady_s(scheduler.get_interval_s(""), "") == expected_s
+    reply = scheduler.make_reply("a0", 100.0, commands=(), needs_resync=False)
+    assert reply.steady_s == expected_s
     if expected_s is not None:
         assert 2 * expected_s <= scheduler.get_limits("").lost_after_s
 

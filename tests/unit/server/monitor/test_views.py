@@ -8,6 +8,7 @@ import msgspec
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.protocol import heartbeat
 from hangwatch.server.incidents.registry import IncidentRecord
@@ -43,7 +44,7 @@ def test_each_state_has_its_evidence() -> None:
             )
         ),
     ]
-    states = compute_states(attempt, records, 100.0)
+    states = compute_states(attempt, records, 100.0, Limits().lost_after_s)
     assert [states[r].value for r in range(10)] == [
         "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
     ]  # fmt: skip
@@ -51,7 +52,10 @@ def test_each_state_has_its_evidence() -> None:
 
 def test_mismatch_without_hang_does_not_stall_job() -> None:
     records = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-    assert compute_states(make_attempt(), records, 100.0)[1] is RankState.RUNNING
+    assert (
+        compute_states(make_attempt(), records, 100.0, Limits().lost_after_s)[1]
+        is RankState.RUNNING
+    )
 
 
 def test_call_older_than_a_second_is_waiting() -> None:
@@ -72,11 +76,11 @@ def test_call_older_than_a_second_is_waiting() -> None:
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
     )
     attempt = fleet.attempts[AttemptKey("j", 0)]
-    assert compute_states(attempt, [], 100.0) == {
+    assert compute_states(attempt, [], 100.0, Limits().lost_after_s) == {
         0: RankState.WAITING,
         1: RankState.MISSING,
     }
-    assert Counter(compute_states(attempt, [], 100.0).values()) == {
+    assert Counter(compute_states(attempt, [], 100.0, Limits().lost_after_s).values()) == {
         RankState.WAITING: 1,
         RankState.MISSING: 1,
     }
@@ -121,7 +125,9 @@ def test_headline_names_line_of_single_culprit() -> None:
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    view = views.describe_job(job, Counter(compute_states(job, [], 100.0).values()), [], 100.0)
+    view = views.describe_job(
+        job, Counter(compute_states(job, [], 100.0, Limits().lost_after_s).values()), [], 100.0
+    )
     assert (
         "Not reported yet: ranks 3-99999." in describe_job_status(job, view, 60.0, None, 100.0)[1]
     )

@@ -38,7 +38,6 @@ from hangwatch.server.ondemand.traces import (
     MAX_PENDING_EVENTS,
     REPLY_TIMEOUT_S,
     REQUEST_RETRY_S,
-    TraceFilter,
     TraceRegistry,
     TraceSession,
     stream_events,
@@ -113,7 +112,7 @@ def list_events(listener: TraceSession, kind: str) -> list[dict[str, Any]]:
 
 def start_listener(traces: TraceRegistry, **wanted: Any) -> TraceSession:
     """A session for rank 0, whose node agent has sent its first reply."""
-    listener = traces.start_session(make_attempt(), [0], TraceFilter(**wanted), NOW)
+    listener = traces.start_session(make_attempt(), [0], NOW, **wanted)
     (command,) = take_commands(traces, "agent-a", NOW)
     assert command.after == -1
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 40)), NOW)
@@ -123,9 +122,7 @@ def start_listener(traces: TraceRegistry, **wanted: Any) -> TraceSession:
 def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
     assert take_commands(traces, "agent-a", NOW) == ()
     assert not traces.is_agent_traced("agent-a")
-    listener = traces.start_session(
-        make_attempt(), [0, 1], TraceFilter(op="barrier", values=True), NOW
-    )
+    listener = traces.start_session(make_attempt(), [0, 1], NOW, op="barrier", values=True)
     commands = take_commands(traces, "agent-a", NOW)
     assert [(c.kind, c.key, c.op, c.values, c.after) for c in commands] == [
         (CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
@@ -179,7 +176,7 @@ def test_calls_are_ordered_and_replies_count_once(traces: TraceRegistry) -> None
 def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
     traces: TraceRegistry,
 ) -> None:
-    listener = traces.start_session(make_attempt(), [0, 1], TraceFilter(), NOW)
+    listener = traces.start_session(make_attempt(), [0, 1], NOW)
     traces.apply_heartbeat(
         make_heartbeat(
             *(make_reply(command, 1) for command in take_commands(traces, "agent-a", NOW))
@@ -258,12 +255,12 @@ def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
 
 def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     attempt = make_attempt()
-    silent = traces.start_session(attempt, [2], TraceFilter(), NOW)
+    silent = traces.start_session(attempt, [2], NOW)
     silent.end_overdue_ranks(NOW + REPLY_TIMEOUT_S - 1)
     assert silent.status == "pending"
     silent.end_overdue_ranks(NOW + REPLY_TIMEOUT_S)
     assert silent.status == "done" and "did not reply" in list_events(silent, "error")[0]["detail"]
-    exited = traces.start_session(attempt, [0], TraceFilter(), NOW)
+    exited = traces.start_session(attempt, [0], NOW)
     process = attempt.processes[0]
     (command,) = take_commands(traces, "agent-a", NOW)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 1)), NOW)
@@ -273,7 +270,7 @@ def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     assert command.last
     exited.end_overdue_ranks(NOW + EXIT_GRACE_S + 1)
     assert exited.status == "done"
-    refused = traces.start_session(attempt, [1], TraceFilter(), NOW)
+    refused = traces.start_session(attempt, [1], NOW)
     (command,) = take_commands(traces, "agent-a", NOW)
     traces.apply_heartbeat(
         make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
