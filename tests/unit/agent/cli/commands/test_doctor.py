@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from argparse import Namespace
+from http.client import HTTPMessage
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,8 +87,8 @@ def test_disk_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_server_check_detects_other_services() -> None:
     def judge(health: int, proof: int, body: bytes = b"", token: str = "t") -> Finding:
         return judge_responses(
-            Reply(health, {}, b""),
-            Reply(proof, {}, body),
+            Reply(health, HTTPMessage(), b""),
+            Reply(proof, HTTPMessage(), body),
             ServerTarget(base_url="http://m", token=token),
         )
 
