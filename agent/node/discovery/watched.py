@@ -218,7 +218,6 @@ class WatchedProcess:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
-        view = self._make_view(now_ns)
         fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
@@ -226,7 +225,13 @@ class WatchedProcess:
             if self.reader and is_exit_due:
                 last_calls = self.reader.read_last_calls(now_ns)
             update, self.composed = updates.compose_update(
-                view, self.acked, self.history, now_ns, fetch_calls, last_calls
+                self._make_update(now_ns),
+                self.snapshot,
+                self.acked,
+                self.history,
+                now_ns,
+                fetch_calls,
+                last_calls,
             )
             if update is not None:
                 self.history.composed_streams = self.composed.streams
@@ -237,9 +242,10 @@ class WatchedProcess:
             self._record_unreadable(self.ring, error, now_ns)
             return None
 
-    def _make_view(self, now_ns: int) -> updates.ProcessView:
+    def _make_update(self, now_ns: int) -> ProcessUpdate:
+        """What is known without the ring."""
         activity = self.activity
-        process = ProcessUpdate(
+        return ProcessUpdate(
             key=self.key,
             identity=self.identity,
             state=activity.state,
@@ -250,7 +256,6 @@ class WatchedProcess:
             faults=tuple(self.faults.values()),
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
-        return updates.ProcessView(process=process, snapshot=self.snapshot)
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""

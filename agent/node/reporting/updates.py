@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -42,20 +42,13 @@ _BUFFER_ENTRIES = 2000  # the default where torch has it on
 FetchCalls = Callable[[int, int, int], list[Call]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessView:
-    """The state of one process at one moment: what is known without its ring, and the ring."""
-
-    process: ProcessUpdate
-    snapshot: RingSnapshot | None = None
-
-
 # A ring that cannot be read has no streams, which does not mean that they were closed.
 _NO_RING = RingSnapshot(torn_parts=1)
 
 
 def compose_update(
-    view: ProcessView,
+    process: ProcessUpdate,
+    snapshot: RingSnapshot | None,
     acked: AckedState | None,
     history: UnackedHistory,
     now_ns: int,
@@ -64,12 +57,12 @@ def compose_update(
 ) -> tuple[ProcessUpdate | None, AckedState]:
     """The update that is due, if any, and what the server will know once it has acknowledged it.
 
-    ``last_calls`` are the last calls of every stream of a process that has exited.
+    ``process`` has what is known without the ring; ``last_calls`` are the last calls of every stream
+    of a process that has exited.
     """
     before = acked or AckedState()
-    process = view.process
     identity = process.identity
-    ring = view.snapshot or _NO_RING
+    ring = snapshot or _NO_RING
     is_ending = process.ended is not None and not before.includes_exit
     stream_fields, streams = _compose_stream_fields(
         ring, before, history, now_ns, fetch_calls, last_calls if is_ending else None
