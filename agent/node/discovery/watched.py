@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hangwatch.model.calls import Call
+from hangwatch.model.calls import Call, decode_fields
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
@@ -357,23 +357,10 @@ def parse_identity(
     """
     if data.get("rank") is None:
         return None
+    values = {"world_size": 0, **data, "pid": pid, "start_ticks": start_ticks}
     try:
-        local = data.get("local_rank")
-        return ProcessIdentity(
-            job=str(data["job"]),
-            restart=int(data.get("restart", 0)),
-            rank=int(data["rank"]),
-            world_size=int(data.get("world_size", 0)),
-            local_rank=None if local is None else int(local),
-            pid=pid,
-            start_ticks=start_ticks,
-            python=str(data.get("python", "")),
-            torch=str(data.get("torch", "")),
-            program=str(data.get("program", "")),
-            master=str(data.get("master", "")),
-            on_hang=str(data.get("on_hang", "")),
-        )
-    except (KeyError, TypeError) as error:
+        return ProcessIdentity(**decode_fields(ProcessIdentity, values))
+    except TypeError as error:
         raise ValueError(f"malformed identity: {error!r}") from error
 
 
