@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import select
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from ...environment import identity, run_dir
 from ...node.discovery.rings import RingFile, find_ring_files
 from ...node.hardware.host import Host
 from ...node.hardware.reader import SOURCES, ReaderProcess, Source
-from ...node.reporting.updates import find_missing_setting
+from ...node.reporting.updates import find_missing_setting, parse_release
 from ...node.stacks import faulthandler_dumps
 from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
 from ...node.system import permission
@@ -149,7 +148,7 @@ def check_torch(probe: CommandResult) -> Finding:
     if not parts.startswith("1"):
         detail = f"{version}, built without torch.distributed"
         return report_failure(name, detail, "install a build that has it")
-    release = _parse_release(version)
+    release = parse_release(version)
     if release < _FIRST_TESTED:
         first = ".".join(map(str, _FIRST_TESTED))
         return report_failure(name, version, f"hangwatch needs torch {first} or later")
@@ -160,17 +159,12 @@ def check_torch(probe: CommandResult) -> Finding:
     return report_success(name, version)
 
 
-def _parse_release(version: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def check_devices(probe: CommandResult, env: Environment) -> Iterator[Finding]:
     """One finding on what torch counts of the devices, if it was built with NCCL."""
     version, _, parts = probe.last_line.partition(" ")
     if probe.status or not parts.endswith(" 1"):
         return
-    release = _parse_release(version)
+    release = parse_release(version)
     has_buffer = release >= _ON_BY_DEFAULT
     sizes = [env[name] for name in _BUFFER_VARIABLES if env.get(name)]
     if sizes:
@@ -284,7 +278,6 @@ def check_recordings(url: str) -> Iterator[Finding]:
     if folder is None:  # no job has run here
         return
     try:
-        run_dir.check_owner(folder)
         files, _ = find_ring_files(folder)
     except OSError:  # `check_run_dir` reports it
         return

@@ -350,8 +350,7 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     """
     if state in (DeviceStatusState.UNKNOWN, DeviceStatusState.REPORTED):
         return ""
-    match = re.match(r"(\d+)\.(\d+)", torch_version)
-    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    version = parse_release(torch_version)
     if state is DeviceStatusState.OFF:
         # The older name works in newer versions too, with a warning.
         name = "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -359,6 +358,12 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     if state is DeviceStatusState.UNSUPPORTED and version >= (2, 15):
         return "TORCH_DIST_USE_NCCL2=0"  # the process group whose counters are in every version
     return ""
+
+
+def parse_release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version of torch; (0, 0) if it does not begin with two."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def parse_exception(data: dict[str, Any] | None) -> ExceptionInfo | None:
