@@ -89,8 +89,7 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
                 proof = client.send_request("GET", PROOF_PATH)  # signed: the token is not sent
             yield judge_responses(health, proof, target)
         except TransportError as error:
-            detail, remedy = explain_error(error, target)
-            yield Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
+            yield explain_error(error, target)
 
 
 def judge_responses(health: Reply, proof: Reply, target: ServerTarget) -> Finding:
@@ -115,28 +114,18 @@ def judge_responses(health: Reply, proof: Reply, target: ServerTarget) -> Findin
     return report_success("server", f"{target} answers and {token_result}")
 
 
-def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:
+def explain_error(error: TransportError, target: ServerTarget) -> Finding:
     """Why the server did not respond, and the remedy."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    host = target.host
+    detail = f"{target} cannot be reached: {error}"
+    remedy = "check HANGWATCH_URL and the network to the master node"
+    cause = error.__cause__
     if isinstance(cause, socket.gaierror):
-        return (
-            f"the name {host} cannot be resolved here",
-            f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}",
-        )
-    if isinstance(cause, TimeoutError):
-        return (
-            f"{target} does not answer in time",
-            "check for a firewall: the port must be reachable from every node",
-        )
-    if isinstance(cause, ConnectionRefusedError):
-        return (
-            f"{target} refuses connections",
-            "start hangwatch-server there; with --host 0.0.0.0 if it runs on another node",
-        )
-    return (
-        f"{target} cannot be reached: {error}",
-        "check HANGWATCH_URL and the network to the master node",
-    )
+        detail = f"the name {target.host} cannot be resolved here"
+        remedy = f"check the name in HANGWATCH_URL, or DNS: getent hosts {target.host}"
+    elif isinstance(cause, TimeoutError):
+        detail = f"{target} does not answer in time"
+        remedy = "check for a firewall: the port must be reachable from every node"
+    elif isinstance(cause, ConnectionRefusedError):
+        detail = f"{target} refuses connections"
+        remedy = "start hangwatch-server there; with --host 0.0.0.0 if it runs on another node"
+    return Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
