@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hangwatch.agent.node.reporting import terse, updates
+from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.calls import Call
@@ -314,7 +314,7 @@ class ModelCluster:
                 key = self._rings.get_process_key(rank)
                 update, acked[key] = self._rings.compose_update(agent, rank)
                 snapshot = self._rings.make_snapshot(rank)
-                made = terse.make_terse_update(snapshot, agent.acked.get(key), update, acked[key])
+                made = updates.make_terse_update(snapshot, agent.acked.get(key), update, acked[key])
                 if update is not None:
                     parts.append(update)
                 if made is None:

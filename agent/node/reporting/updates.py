@@ -1,6 +1,6 @@
 """Composes the update of one process: what the server does not know yet of the positions, checkpoints
 and blocked calls of all streams, the counters of the device, and what the rank wrote about itself
-into its ring (identity and exception). Pure. `terse` leaves out what a host need not report.
+into its ring (identity and exception). Pure.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from hangwatch.model.calls import Call
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.limits import BLOCKED_AFTER_S
+from hangwatch.model.limits import BLOCKED_AFTER_S, FROZEN_AFTER_S
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.protocol.heartbeat import (
     MAX_CHECKPOINTS,
@@ -35,6 +35,7 @@ MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # Counters that do not change are confirmed this often while the device is behind: then their age
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
+PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
 _MAX_CHANNEL_CHECKPOINTS = 2  # a channel has two ends, and a rank may have many channels
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
 
@@ -111,6 +112,62 @@ def compose_update(
     )
     additions["identity"] = None if is_known else identity
     return _add_ring_state(process, ring, now_ns, **additions), after
+
+
+def make_terse_update(
+    snapshot: RingSnapshot | None,
+    before: AckedState | None,
+    update: ProcessUpdate | None,
+    after: AckedState | None,
+) -> tuple[ProcessUpdate | None, AckedState] | None:
+    """The terse update of a rank, if it has anything to report, and what the server knows then. None
+    unless the rank makes progress: it runs and makes calls, none of them is known to be blocked, and
+    only its positions have changed.
+
+    What a host with infrequent heartbeats leaves out while all of its ranks make progress, which it can
+    see by itself, are their positions. It always reports what the server must not miss: that a rank is
+    no longer blocked in a call, and the creation of groups, since a single host cannot see whether all
+    ranks created the same groups.
+
+    ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
+    the server would know after it.
+    """
+    if snapshot is None or before is None or after is None:
+        return None
+    if after.status_key != before.status_key or snapshot.pulse_s >= FROZEN_AFTER_S:
+        return None
+    if snapshot.get_newest_call_s() > PROGRESS_WINDOW_S:
+        return None
+    # Where completion is unknown, as on NCCL, the newest call of an idle group shows nothing.
+    for state in snapshot.active_streams:
+        if state.completed is not None and is_blocked(state):
+            return None
+    if update is None:
+        return None, before
+    is_running = update.ended is None and update.state in "RSI"
+    has_findings = update.checksums or update.nonfinite or update.losses or update.retractions
+    if update.identity is not None or has_findings or not is_running:
+        return None
+    for part in update.streams:
+        if part.identity is not None or part.shared:
+            return None
+        if part.calls and part.completed is not None:
+            return None
+
+    reported_uids = set()
+    for state in snapshot.streams:
+        known = before.streams.get(state.uid)
+        is_known_as_blocked = (
+            known is not None and known.is_pending and known.last_blocked_seq == known.entered
+        )
+        if state.kind is StreamKind.SETUP or is_known_as_blocked:
+            reported_uids.add(state.uid)
+    parts = [part for part in update.streams if part.uid in reported_uids]
+    if not parts:
+        return None, before
+    reported = {part.uid: after.streams[part.uid] for part in parts}
+    terse_update = ProcessUpdate(key=update.key, streams=tuple(parts))
+    return terse_update, replace(before, streams={**before.streams, **reported})
 
 
 def _add_ring_state(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.terse import make_terse_update
-from hangwatch.agent.node.reporting.updates import compose_update
+from hangwatch.agent.node.reporting.updates import compose_update, make_terse_update
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo

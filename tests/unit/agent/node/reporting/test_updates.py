@@ -9,9 +9,9 @@ import pytest
 
 from hangwatch.agent.node.discovery.watched import parse_identity
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.terse import make_terse_update
 from hangwatch.agent.node.reporting.updates import (
     compose_update,
+    make_terse_update,
     parse_exception,
     select_checkpoints,
 )
