@@ -86,11 +86,7 @@ class WatchedProcess:
         """Reads ring and /proc. What cannot be read keeps its last state and becomes a fault."""
         known_count = self.history.cursor
         if self.ring is not None:
-            if self.is_refused:
-                error = RingError("the server refuses a value in it, see the node agent's log")
-                self._record_unreadable(self.ring, error, now_ns)
-            else:
-                self._read_ring(self.ring, now_ns)
+            self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
             with contextlib.suppress(OSError):  # the process has just ended
                 launch = self.launch
@@ -114,6 +110,8 @@ class WatchedProcess:
         history = self.history
         known_count = history.cursor
         try:
+            if self.is_refused:
+                raise RingError("the server refuses a value in it, see the node agent's log")
             self.reader = ring.refresh_reader(self.reader)
             if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
                 self._ring_inode = self.reader.inode

@@ -13,6 +13,7 @@ be left from earlier calls.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -71,11 +72,9 @@ def mark_device_hold(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> 
     caller = find_calling_thread(threads)
     hold: int | None = 0
     if caller is not None and (tid := pid if caller.main else caller.tid):
-        try:
+        # The process may have ended, or may not be read.
+        with contextlib.suppress(PySpyError, OSError, ValueError, RuntimeError):
             hold = _read_hold(pid, tid, pyspy)
-        # The process has ended, or may not be read.
-        except (PySpyError, OSError, ValueError, RuntimeError):
-            hold = 0
     if hold is None:
         return tuple(threads)
     return tuple(replace(stack, device_hold=hold if stack is caller else 0) for stack in threads)
