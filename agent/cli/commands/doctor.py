@@ -77,7 +77,9 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Runs the checks and returns the exit code of `print_findings`."""
     env = os.environ
     url = args.url or env.get("HANGWATCH_URL") or DEFAULT_URL
-    torch = probe_torch(env)
+    # torch is imported in a separate process, since that may take seconds, or crash.
+    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
+    torch = _run_command(command, build.make_bare_environment(env), _TORCH_TIMEOUT_S)
     findings = [
         *check_activation(env),
         check_torch(torch),
@@ -138,12 +140,6 @@ def report_failure(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name=name, ok=False, detail=detail, remedy=remedy)
 
 
-def probe_torch(env: Environment) -> CommandResult:
-    """Imports torch in a separate process, since that may take seconds, or crash."""
-    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
-    return _run_command(command, build.make_bare_environment(env), _TORCH_TIMEOUT_S)
-
-
 def check_activation(env: Environment) -> Iterator[Finding]:
     """Checks whether `import torch` activates hangwatch, and whether the job then has a server."""
     yield report_success("python", platform.python_version())
@@ -190,7 +186,7 @@ def check_activation(env: Environment) -> Iterator[Finding]:
 
 
 def check_torch(probe: CommandResult) -> Finding:
-    """Whether torch can be imported and has torch.distributed, by the result of `probe_torch`."""
+    """Whether torch can be imported and has torch.distributed, by the result of the probe."""
     name = "torch"
     status, last_line = probe
     if "No module named 'torch'" in last_line:
