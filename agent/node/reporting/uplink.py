@@ -354,14 +354,12 @@ class Outbox:
     ``on_reply`` for each.
     """
 
-    def __init__(
-        self, on_reply: Callable[[], None] = lambda: None, max_replies: int = MAX_REPLIES
-    ) -> None:
+    def __init__(self, on_reply: Callable[[], None] = lambda: None) -> None:
         self.dropped_count = 0
         self._on_reply = on_reply
         # The replies with the times at which they were taken, by field of the heartbeat.
         self._replies: dict[str, deque[tuple[CommandReply, int]]] = {
-            name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, max_replies))
+            name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, MAX_REPLIES))
             for name in _FIELDS.values()
         }
 

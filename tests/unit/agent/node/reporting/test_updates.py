@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.discovery.watched import parse_identity
+from hangwatch.agent.node.reporting import uplink
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.agent.node.reporting.updates import (
     compose_update,
@@ -15,7 +16,6 @@ from hangwatch.agent.node.reporting.updates import (
     parse_exception,
     select_checkpoints,
 )
-from hangwatch.agent.node.reporting.uplink import Outbox
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
@@ -229,8 +229,9 @@ def test_exception_record_is_parsed() -> None:
     assert without_site is not None and without_site.site is None
 
 
-def test_outbox_is_bounded_and_keeps_undelivered() -> None:
-    box = Outbox(max_replies=2)
+def test_outbox_is_bounded_and_keeps_undelivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "MAX_REPLIES", 2)
+    box = uplink.Outbox()
     for number in range(3):
         box.add_reply(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
     assert box.dropped_count == 1
@@ -246,7 +247,7 @@ def test_outbox_is_bounded_and_keeps_undelivered() -> None:
 
 
 def test_hardware_replies_are_kept_until_delivered() -> None:
-    box = Outbox()
+    box = uplink.Outbox()
     for number in range(10):
         box.add_reply(HardwareReply(key="k", request=str(number)), NOW_NS)
     assert box.dropped_count == 2
