@@ -65,17 +65,6 @@ def open_client(args: argparse.Namespace) -> contextlib.AbstractContextManager[C
     return contextlib.closing(Client(parse_address(args.url, args.token, os.environ)))
 
 
-def _name_user(uid: int | None) -> str:
-    if uid is None:
-        return "the kernel does not say which one"
-    import pwd  # there is none on Windows
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
-
-
 def _omit_none(values: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
@@ -86,38 +75,48 @@ class Client:
     def __init__(self, server: ServerTarget) -> None:
         self.server = server
         self.server_time = datetime.now(timezone.utc)  # the server's clock at its last response
+        headers = {"Accept": "application/json"}
+        self._extensions: dict[str, Any] = {}
+        if server.token:
+            headers["Authorization"] = f"Bearer {server.token}"
+            # A server with https proves by its certificate whose it is.
+            if server.base_url.startswith("http:") and sys.platform == "linux":
+                self._extensions["trace"] = self._check_connection
         self._http = httpx.Client(
             base_url=f"{server}/api/v1/",
-            headers={"Accept": "application/json", **server.auth_headers},
+            headers=headers,
             timeout=_TIMEOUT_S,
             trust_env=False,  # the environment's proxy leads out of the cluster
-            event_hooks={"request": [self._check_connections]},
         )
 
     def close(self) -> None:
         self._http.close()
 
-    def _check_connections(self, request: httpx.Request) -> None:
-        """Has each new connection of a request checked before the token is sent on it, where the kernel
-        says whose it is. A server with https proves that by its certificate.
-        """
-        if self.server.token and request.url.scheme == "http" and sys.platform == "linux":
-            request.extensions = {**request.extensions, "trace": self._check_connection}
-
     def _check_connection(self, event: str, details: Mapping[str, Any]) -> None:
+        """Refuses a new connection on which the token would be sent to another user's process, as far as
+        the kernel says whose it is.
+        """
         if event != "connection.connect_tcp.complete":
             return
         connection = details["return_value"].get_extra_info("socket")
         if not is_loopback_peer(connection):
             return
         uid = find_peer_uid(connection, _PROBE_TIMEOUT_S)
-        if not is_trusted_uid(uid):
-            connection.close()
-            raise RefusedError(
-                f"a process of another user ({_name_user(uid)}) listens at {self.server}, and the"
-                " token is not sent to it: if it is the server, give --url with the address by"
-                " which other hosts reach it, or serve it by https"
-            )
+        if is_trusted_uid(uid):
+            return
+        import pwd  # there is none on Windows
+
+        connection.close()
+        user = "the kernel does not say which one"
+        if uid is not None:
+            user = f"uid {uid}"
+            with contextlib.suppress(KeyError):  # the user has no name here
+                user = pwd.getpwuid(uid).pw_name
+        raise RefusedError(
+            f"a process of another user ({user}) listens at {self.server}, and the token is not sent"
+            " to it: if it is the server, give --url with the address by which other hosts reach it,"
+            " or serve it by https"
+        )
 
     def get(self, path: str, **query: object) -> Document:
         """The document at ``/api/v1/path``; parameters that are None are left out."""
@@ -139,6 +138,7 @@ class Client:
             params=_omit_none(query),
             headers={"Accept": "text/event-stream"},
             timeout=_STREAM_TIMEOUT_S,
+            extensions=self._extensions,
         )
         kind = ""
         with self._translate_errors(), stream as response:
@@ -184,7 +184,7 @@ class Client:
 
     def _send_request(self, method: str, url: str, **options: Any) -> httpx.Response:
         with self._translate_errors():
-            response = self._http.request(method, url, **options)
+            response = self._http.request(method, url, extensions=self._extensions, **options)
         # RFC 9110, 6.6.1: ages by the clock of this host could be wrong.
         with contextlib.suppress(TypeError, ValueError):  # there is no date, or an invalid one
             date = email.utils.parsedate_to_datetime(response.headers.get("Date"))

@@ -12,7 +12,7 @@ from hangwatch.protocol.heartbeat import AgentCost, Heartbeat
 
 from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
-from .reporting.terse import make_terse_update
+from .reporting.updates import make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
 from .requests.traces import TraceRequests
 from .system import processes

@@ -52,12 +52,8 @@ class NewConnectionError(TransportError):
 @dataclass(frozen=True, slots=True)
 class Reply:
     status: int
-    headers: Mapping[str, str]  # the names are in lower case
+    headers: http.client.HTTPMessage
     body: bytes
-
-    def get_header(self, name: str) -> str:
-        """The value of a header; empty if there is none."""
-        return self.headers.get(name.lower(), "")
 
     def parse_json(self) -> Any:
         """Raises ValueError."""
@@ -75,6 +71,7 @@ class SignedClient:
     """
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
+        self.target = target
         self._timeout_s = timeout_s
         # The credential signs requests, so that the token itself is not sent.
         self._credential = Credential.from_token(target.token) if target.token else None
@@ -171,17 +168,16 @@ class SignedClient:
             self._idle_since = time.monotonic()
             if not is_complete:
                 self._connection.close()
-        reply_headers = {name.lower(): value for name, value in response.headers.items()}
         self.is_server_known = self._is_trusted_peer
         if self._credential is not None and signed is not None:
-            proof = reply_headers.get(PROOF_HEADER.lower(), "")
+            proof = response.headers.get(PROOF_HEADER, "")
             proven_time = self._credential.verify_proof(signed, response.status, received, proof)
             if proven_time is not None:
                 self.is_server_known = True
                 self._server_time, self._server_time_at = proven_time, time.monotonic()
         if not self.is_server_known and len(received) > MAX_UNPROVEN_REPLY_BYTES:
             raise TransportError("a large reply of a server that has not proven itself")
-        return Reply(response.status, reply_headers, received)
+        return Reply(response.status, response.headers, received)
 
     def enforce_deadline(self) -> None:
         """Ends a request that takes too long, or too much CPU time; called from another thread. A socket's
@@ -271,10 +267,6 @@ class ServerTarget:
     def port(self) -> int:
         parts = urlsplit(self.base_url)
         return parts.port or _DEFAULT_PORTS[parts.scheme]
-
-    @property
-    def auth_headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def __str__(self) -> str:
         return self.base_url

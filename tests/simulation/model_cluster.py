@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hangwatch.agent.node.reporting import terse, updates
+from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.calls import Call
@@ -93,10 +93,10 @@ class ModelRings:
         def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
             return self.list_calls(rank, uid, first)[:most]
 
-        view = self._make_view(rank)
+        process, snapshot = self._make_update(rank), self.make_snapshot(rank)
         now_ns = int(self.job.now * 1e9)
         return updates.compose_update(
-            view, agent.acked.get(key), history, now_ns, fetch_calls, tails
+            process, snapshot, agent.acked.get(key), history, now_ns, fetch_calls, tails
         )
 
     def make_snapshot(self, rank: ModelRank) -> RingSnapshot:
@@ -133,14 +133,14 @@ class ModelRings:
                 agent.cursor[key, stream] = len(calls)
         return RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={})
 
-    def _make_view(self, rank: ModelRank) -> updates.ProcessView:
+    def _make_update(self, rank: ModelRank) -> heartbeat.ProcessUpdate:
         now = self.job.now
         state = "S"
         if rank.stopped_at is not None:
             state = "T"
         elif rank.work is not None and rank.work.busy:
             state = "R"
-        process = heartbeat.ProcessUpdate(
+        return heartbeat.ProcessUpdate(
             key=self.get_process_key(rank),
             identity=heartbeat.ProcessIdentity(
                 job="job",
@@ -155,7 +155,6 @@ class ModelRings:
             ended=rank.exit,
             ended_s=now - rank.exited_at if rank.exit else 0.0,
         )
-        return updates.ProcessView(process=process, snapshot=self.make_snapshot(rank))
 
     def _get_last_pulse(self, rank: ModelRank) -> float:
         if rank.stopped_at is not None:
@@ -315,7 +314,7 @@ class ModelCluster:
                 key = self._rings.get_process_key(rank)
                 update, acked[key] = self._rings.compose_update(agent, rank)
                 snapshot = self._rings.make_snapshot(rank)
-                made = terse.make_terse_update(snapshot, agent.acked.get(key), update, acked[key])
+                made = updates.make_terse_update(snapshot, agent.acked.get(key), update, acked[key])
                 if update is not None:
                     parts.append(update)
                 if made is None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
+from hangwatch.protocol.heartbeat import ProcessUpdate
 from hangwatch.ring.reader import RingSnapshot, StreamState
+
+
+class ProcessView(NamedTuple):
+    """What is known of a process without its ring, and the ring."""
+
+    process: ProcessUpdate
+    snapshot: RingSnapshot | None
 
 
 def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:

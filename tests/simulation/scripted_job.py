@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hangwatch.agent.node.reporting.acked import UnackedHistory
-from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
+from hangwatch.agent.node.reporting.updates import compose_update
 from hangwatch.diagnosis import Diagnosis, diagnose
 from hangwatch.model.calls import (
     Call,
@@ -400,12 +400,13 @@ class ScriptedJob:
                 for entry in stream.list_device_entries(self.now)
             ),
         )
-        view = ProcessView(process=process, snapshot=snapshot)
 
         def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
             return calls[uid][first - 1 : first - 1 + most]
 
-        update, _ = compose_update(view, None, history, int(self.now * 1e9), fetch_calls, calls)
+        update, _ = compose_update(
+            process, snapshot, None, history, int(self.now * 1e9), fetch_calls, calls
+        )
         assert update is not None
         return update
 

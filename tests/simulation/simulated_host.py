@@ -111,13 +111,18 @@ class SimulatedProcess(WatchedProcess):
         if self.acked is None:
             started_s = round(max(0.0, now_ns / 1e9 - self._get_run().started_at), 2)
             self.identity = replace(self.identity, started_s=started_s)
-        view = self._make_view(now_ns)
 
         def fetch_calls(uid: int, from_seq: int, max_calls: int) -> list[Call]:
             return self.read_calls(now_ns, uid, from_seq, max_calls)
 
         self._composed = updates.compose_update(
-            view, self.acked, self.history, now_ns, fetch_calls, {}
+            self._make_update(now_ns),
+            self.snapshot,
+            self.acked,
+            self.history,
+            now_ns,
+            fetch_calls,
+            {},
         )
         update, self.composed = self._composed
         return update

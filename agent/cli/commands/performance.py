@@ -84,9 +84,7 @@ def _format_group(group: Document) -> Iterator[str]:
     straggler = group.get("straggler")
     if straggler and straggler.get("because_of") is not None:
         yield from wrap_text(straggler.get("summary"), "  ")
-    yield as_dim(
-        f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}"
-    )
+    yield as_dim("  CALL                      FROM    CALLS     P50     P95 TO LAST      BUSBW")
     calls = get_parts(group, "calls")
     for call in calls[:_MAX_CALL_LINES]:
         op = truncate_end(clean_member(call, "op"), 22)

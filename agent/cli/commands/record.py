@@ -217,7 +217,7 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool) -> Iterator[str]:
 
 def _format_tree(roots: Sequence[Document], sample_count: int) -> Iterator[str]:
     """The heaviest branches of a call tree, outermost call first."""
-    yield as_dim(f"{'total':>7} {'own':>5}")
+    yield as_dim("  total   own")
     to_show = [(node, 0) for node in reversed(roots)]
     shown_count = hidden_count = 0
     while to_show:

@@ -182,7 +182,7 @@ class _TraceOutput:
             rank_counts[clean_text(op)] += 1
         if call_counts:
             yield ""
-            yield as_bold(f"{'calls':>9}  op")
+            yield as_bold("    calls  op")
         has_several_ranks = any(count > 1 for count in rank_counts.values())
         for op, call_count in call_counts.most_common():
             line = f"{call_count:>9,}  {op}"

@@ -125,9 +125,8 @@ def open_pidfd(pid: int, start_ticks: int) -> int | None:
 
 def from_wait_status(status: int) -> ExitInfo:
     """Decodes a status word of wait(2)."""
-    if signal := status & 0x7F:
-        return ExitInfo(signal=signal)
-    return ExitInfo(exit_status=(status >> 8) & 0xFF)
+    code = os.waitstatus_to_exitcode(status)
+    return ExitInfo(signal=-code) if code < 0 else ExitInfo(exit_status=code)
 
 
 def read_exit_info(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hangwatch.model.calls import Call
+from hangwatch.model.calls import Call, decode_fields
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
@@ -90,11 +90,7 @@ class WatchedProcess:
         """Reads ring and /proc. What cannot be read keeps its last state and becomes a fault."""
         known_count = self.history.cursor
         if self.ring is not None:
-            if self.is_refused:
-                error = RingError("the server refuses a value in it, see the node agent's log")
-                self._record_unreadable(self.ring, error, now_ns)
-            else:
-                self._read_ring(self.ring, now_ns)
+            self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
             with contextlib.suppress(OSError):  # the process has just ended
                 launch = self.launch
@@ -118,6 +114,8 @@ class WatchedProcess:
         history = self.history
         known_count = history.cursor
         try:
+            if self.is_refused:
+                raise RingError("the server refuses a value in it, see the node agent's log")
             self.reader = ring.refresh_reader(self.reader)
             if self.reader.inode != self._ring_inode:  # the first one, or one after exec()
                 self._ring_inode = self.reader.inode
@@ -226,7 +224,6 @@ class WatchedProcess:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks)
             self.identity = replace(self.identity, started_s=age_s)
-        view = self._make_view(now_ns)
         fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
@@ -234,7 +231,13 @@ class WatchedProcess:
             if self.reader and is_exit_due:
                 last_calls = self.reader.read_last_calls(now_ns)
             update, self.composed = updates.compose_update(
-                view, self.acked, self.history, now_ns, fetch_calls, last_calls
+                self._make_update(now_ns),
+                self._leave_out_pauses(self.snapshot),
+                self.acked,
+                self.history,
+                now_ns,
+                fetch_calls,
+                last_calls,
             )
             if update is not None:
                 self.history.composed_streams = self.composed.streams
@@ -245,9 +248,10 @@ class WatchedProcess:
             self._record_unreadable(self.ring, error, now_ns)
             return None
 
-    def _make_view(self, now_ns: int) -> updates.ProcessView:
+    def _make_update(self, now_ns: int) -> ProcessUpdate:
+        """What is known without the ring."""
         activity = self.activity
-        process = ProcessUpdate(
+        return ProcessUpdate(
             key=self.key,
             identity=self.identity,
             state=activity.state,
@@ -258,13 +262,16 @@ class WatchedProcess:
             faults=tuple(self.faults.values()),
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
-        snapshot = self.snapshot
-        paused_s = (activity.paused_ns - self._paused_at_pulse_ns) / 1e9
-        if snapshot is not None and paused_s and snapshot.pulse_s:
-            # A process that our py-spy pauses is not frozen: with thousands of threads, that takes seconds.
-            pulse_s = max(_PULSE_RESOLUTION_NS / 1e9, snapshot.pulse_s - paused_s)
-            snapshot = replace(snapshot, pulse_s=pulse_s)
-        return updates.ProcessView(process=process, snapshot=snapshot)
+
+    def _leave_out_pauses(self, snapshot: RingSnapshot | None) -> RingSnapshot | None:
+        """The snapshot with a pulse that does not age while our py-spy pauses the process: with thousands
+        of threads, that takes seconds.
+        """
+        paused_s = (self.activity.paused_ns - self._paused_at_pulse_ns) / 1e9
+        if snapshot is None or not paused_s or not snapshot.pulse_s:
+            return snapshot
+        pulse_s = max(_PULSE_RESOLUTION_NS / 1e9, snapshot.pulse_s - paused_s)
+        return replace(snapshot, pulse_s=pulse_s)
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
         """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""
@@ -366,23 +373,10 @@ def parse_identity(
     """
     if data.get("rank") is None:
         return None
+    values = {"world_size": 0, **data, "pid": pid, "start_ticks": start_ticks}
     try:
-        local = data.get("local_rank")
-        return ProcessIdentity(
-            job=str(data["job"]),
-            restart=int(data.get("restart", 0)),
-            rank=int(data["rank"]),
-            world_size=int(data.get("world_size", 0)),
-            local_rank=None if local is None else int(local),
-            pid=pid,
-            start_ticks=start_ticks,
-            python=str(data.get("python", "")),
-            torch=str(data.get("torch", "")),
-            program=str(data.get("program", "")),
-            master=str(data.get("master", "")),
-            on_hang=str(data.get("on_hang", "")),
-        )
-    except (KeyError, TypeError) as error:
+        return ProcessIdentity(**decode_fields(ProcessIdentity, values))
+    except TypeError as error:
         raise ValueError(f"malformed identity: {error!r}") from error
 
 

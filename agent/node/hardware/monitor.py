@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
@@ -52,7 +52,8 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
         self._sources = sources
         self._reader = reader or ReaderProcess()
         self._interval_ns = int(interval_s * 1e9)
-        self._baselines = Baselines()
+        # A change can be found although it took a while to suspect a hang.
+        self._baselines: deque[Reading] = deque(maxlen=MAX_BASELINES)
         # Sources that this host lacks are not tried again for a baseline.
         self._absent: set[str] = set()
         self._next_baseline_ns = 0
@@ -73,13 +74,13 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
             reading = self._reader.read_sources(counted, host)
             self._absent.update(missing.source for missing in reading.unavailable)
-            self._baselines.readings.append(reading)
+            self._baselines.append(reading)
             return None
         reading = self._reader.read_sources(self._sources, host)
         reply = HardwareReply(
             key=command.key,
             request=command.id,
-            observations=self._baselines.find_changes(reading, order.onset_ns),
+            observations=find_changes(reading, self._baselines, order.onset_ns),
             unavailable=reading.unavailable,
         )
         return reply, reading.taken_ns
@@ -97,32 +98,27 @@ def refuse_reading(command: Command, problem: UnavailableSource) -> HardwareRepl
     return HardwareReply(key=command.key, request=command.id, unavailable=(problem,))
 
 
-class Baselines:
-    """Earlier readings, so that a change can be found although it took a while to suspect a hang."""
-
-    def __init__(self) -> None:
-        self.readings: deque[Reading] = deque(maxlen=MAX_BASELINES)
-
-    def find_changes(self, reading: Reading, onset_ns: int) -> tuple[Observation, ...]:
-        """The observations that changed since before ``onset_ns``, or that are abnormal or facts by
-        themselves, the weightiest first. They are compared with the newest baseline from before the
-        onset, or with the oldest if all are later.
-        """
-        baseline: Reading | None = None
-        for earlier in self.readings:
-            if baseline is None or earlier.taken_ns <= onset_ns:
-                baseline = earlier
-        compared = baseline.observations if baseline is not None else ()
-        values = {_get_key(observation): observation.now for observation in compared}
-        changes = []
-        for observation in reading.observations:
-            before = values.get(_get_key(observation))
-            if before is not None and before != observation.now:
-                changes.append(replace(observation, before=before))
-            elif observation.weight is Weight.FACT or observation.is_abnormal:
-                changes.append(observation)
-        changes.sort(key=lambda observation: list(Weight).index(observation.weight))
-        return tuple(changes[:MAX_OBSERVATIONS])
+def find_changes(
+    reading: Reading, baselines: Iterable[Reading], onset_ns: int
+) -> tuple[Observation, ...]:
+    """The observations that changed since before ``onset_ns``, or that are abnormal or facts by
+    themselves, the weightiest first. They are compared with the newest baseline from before the
+    onset, or with the oldest if all are later.
+    """
+    compared: tuple[Observation, ...] | None = None
+    for earlier in baselines:
+        if compared is None or earlier.taken_ns <= onset_ns:
+            compared = earlier.observations
+    values = {_get_key(observation): observation.now for observation in compared or ()}
+    changes = []
+    for observation in reading.observations:
+        before = values.get(_get_key(observation))
+        if before is not None and before != observation.now:
+            changes.append(replace(observation, before=before))
+        elif observation.weight is Weight.FACT or observation.is_abnormal:
+            changes.append(observation)
+    changes.sort(key=lambda observation: list(Weight).index(observation.weight))
+    return tuple(changes[:MAX_OBSERVATIONS])
 
 
 def _get_key(observation: Observation) -> tuple[str, str, str]:

@@ -37,17 +37,14 @@ _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or N
 
 def check(host: Host) -> None:
     """Raises SourceUnavailableError if no process of this job listens at the address of RAS."""
-    address = _get_address(host)
-    _connect(address).close()
-    _check_owner(host, address)
+    _connect(host, _get_address(host)).close()
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
     """Ranks that are missing, lag or failed. Raises SourceUnavailableError without an answer."""
     address = _get_address(host)
-    _check_owner(host, address)
     try:
-        with _connect(address) as server, server.makefile("rwb") as stream:
+        with _connect(host, address) as server, server.makefile("rwb") as stream:
             server.settimeout(QUERY_TIMEOUT_S)
             stream.write(b"client protocol 2\n")
             stream.flush()
@@ -71,25 +68,22 @@ def _get_address(host: Host) -> str:
     return host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS
 
 
-def _parse_address(address: str) -> tuple[str, int]:
+def _connect(host: Host, address: str) -> socket.socket:
+    """Raises SourceUnavailableError if no process of this job listens there."""
     name, _, port = address.rpartition(":")
     if not (name and port.isdecimal()):
         raise SourceUnavailableError(
             f"NCCL_RAS_ADDR={address} is no address", "set it to HOST:PORT"
         )
-    return name.strip("[]"), int(port)
-
-
-def _connect(address: str) -> socket.socket:
+    _check_owner(host, address, int(port))
     try:
-        return socket.create_connection(_parse_address(address), CONNECT_TIMEOUT_S)
+        return socket.create_connection((name.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
     except OSError:
         raise SourceUnavailableError(_NO_SERVER.format(address)) from None
 
 
-def _check_owner(host: Host, address: str) -> None:
+def _check_owner(host: Host, address: str, port: int) -> None:
     """Raises SourceUnavailableError if it is the process of another job that listens there."""
-    _, port = _parse_address(address)
     sockets = set()  # as in /proc/PID/fd
     for name in ("tcp", "tcp6"):
         # The columns are those of proc_pid_net(5).

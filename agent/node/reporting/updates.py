@@ -1,6 +1,6 @@
 """Composes the update of one process: what the server does not know yet of the positions, checkpoints
 and blocked calls of all streams, the counters of the device, and what the rank wrote about itself
-into its ring (identity and exception). Pure. `terse` leaves out what a host need not report.
+into its ring (identity and exception). Pure.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from hangwatch.model.calls import Call
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.limits import BLOCKED_AFTER_S
+from hangwatch.model.limits import BLOCKED_AFTER_S, FROZEN_AFTER_S
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.protocol.heartbeat import (
     MAX_CHECKPOINTS,
@@ -35,6 +35,7 @@ MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # Counters that do not change are confirmed this often while the device is behind: then their age
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
+PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
 _MAX_CHANNEL_CHECKPOINTS = 2  # a channel has two ends, and a rank may have many channels
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
 
@@ -42,20 +43,13 @@ _BUFFER_ENTRIES = 2000  # the default where torch has it on
 FetchCalls = Callable[[int, int, int], list[Call]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessView:
-    """The state of one process at one moment: what is known without its ring, and the ring."""
-
-    process: ProcessUpdate
-    snapshot: RingSnapshot | None = None
-
-
 # A ring that cannot be read has no streams, which does not mean that they were closed.
 _NO_RING = RingSnapshot(torn_parts=1)
 
 
 def compose_update(
-    view: ProcessView,
+    process: ProcessUpdate,
+    snapshot: RingSnapshot | None,
     acked: AckedState | None,
     history: UnackedHistory,
     now_ns: int,
@@ -64,12 +58,12 @@ def compose_update(
 ) -> tuple[ProcessUpdate | None, AckedState]:
     """The update that is due, if any, and what the server will know once it has acknowledged it.
 
-    ``last_calls`` are the last calls of every stream of a process that has exited.
+    ``process`` has what is known without the ring; ``last_calls`` are the last calls of every stream
+    of a process that has exited.
     """
     before = acked or AckedState()
-    process = view.process
     identity = process.identity
-    ring = view.snapshot or _NO_RING
+    ring = snapshot or _NO_RING
     is_ending = process.ended is not None and not before.includes_exit
     stream_fields, streams = _compose_stream_fields(
         ring, before, history, now_ns, fetch_calls, last_calls if is_ending else None
@@ -118,6 +112,62 @@ def compose_update(
     )
     additions["identity"] = None if is_known else identity
     return _add_ring_state(process, ring, now_ns, **additions), after
+
+
+def make_terse_update(
+    snapshot: RingSnapshot | None,
+    before: AckedState | None,
+    update: ProcessUpdate | None,
+    after: AckedState | None,
+) -> tuple[ProcessUpdate | None, AckedState] | None:
+    """The terse update of a rank, if it has anything to report, and what the server knows then. None
+    unless the rank makes progress: it runs and makes calls, none of them is known to be blocked, and
+    only its positions have changed.
+
+    What a host with infrequent heartbeats leaves out while all of its ranks make progress, which it can
+    see by itself, are their positions. It always reports what the server must not miss: that a rank is
+    no longer blocked in a call, and the creation of groups, since a single host cannot see whether all
+    ranks created the same groups.
+
+    ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
+    the server would know after it.
+    """
+    if snapshot is None or before is None or after is None:
+        return None
+    if after.status_key != before.status_key or snapshot.pulse_s >= FROZEN_AFTER_S:
+        return None
+    if snapshot.get_newest_call_s() > PROGRESS_WINDOW_S:
+        return None
+    # Where completion is unknown, as on NCCL, the newest call of an idle group shows nothing.
+    for state in snapshot.active_streams:
+        if state.completed is not None and is_blocked(state):
+            return None
+    if update is None:
+        return None, before
+    is_running = update.ended is None and update.state in "RSI"
+    has_findings = update.checksums or update.nonfinite or update.losses or update.retractions
+    if update.identity is not None or has_findings or not is_running:
+        return None
+    for part in update.streams:
+        if part.identity is not None or part.shared:
+            return None
+        if part.calls and part.completed is not None:
+            return None
+
+    reported_uids = set()
+    for state in snapshot.streams:
+        known = before.streams.get(state.uid)
+        is_known_as_blocked = (
+            known is not None and known.is_pending and known.last_blocked_seq == known.entered
+        )
+        if state.kind is StreamKind.SETUP or is_known_as_blocked:
+            reported_uids.add(state.uid)
+    parts = [part for part in update.streams if part.uid in reported_uids]
+    if not parts:
+        return None, before
+    reported = {part.uid: after.streams[part.uid] for part in parts}
+    terse_update = ProcessUpdate(key=update.key, streams=tuple(parts))
+    return terse_update, replace(before, streams={**before.streams, **reported})
 
 
 def _add_ring_state(
@@ -357,8 +407,7 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     """
     if state in (DeviceStatusState.UNKNOWN, DeviceStatusState.REPORTED):
         return ""
-    match = re.match(r"(\d+)\.(\d+)", torch_version)
-    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    version = parse_release(torch_version)
     if state is DeviceStatusState.OFF:
         # The older name works in newer versions too, with a warning.
         name = "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -366,6 +415,12 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     if state is DeviceStatusState.UNSUPPORTED and version >= (2, 15):
         return "TORCH_DIST_USE_NCCL2=0"  # the process group whose counters are in every version
     return ""
+
+
+def parse_release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version of torch; (0, 0) if it does not begin with two."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def parse_exception(data: dict[str, Any] | None) -> ExceptionInfo | None:

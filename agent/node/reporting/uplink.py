@@ -204,7 +204,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
         status = response.status
         if status // 100 != 2:
             detail = refused_key = ""
-            if "problem+json" in response.get_header("Content-Type"):  # RFC 9457
+            if "problem+json" in response.headers.get("Content-Type", ""):  # RFC 9457
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     document = response.parse_json()
                     detail = str(document["detail"])[:300]
@@ -215,7 +215,7 @@ class Uplink(OrderWorker[HeartbeatPost, HeartbeatOutcome]):
                 is_refused=status in (400, 413, 422),
                 refused_key=refused_key,
                 is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
-                retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
+                retry_after_s=parse_retry_after_s(response.headers.get("Retry-After", "")),
             )
         if self.target.token and not self._client.is_server_known:
             problem = (
@@ -354,14 +354,12 @@ class Outbox:
     ``on_reply`` for each.
     """
 
-    def __init__(
-        self, on_reply: Callable[[], None] = lambda: None, max_replies: int = MAX_REPLIES
-    ) -> None:
+    def __init__(self, on_reply: Callable[[], None] = lambda: None) -> None:
         self.dropped_count = 0
         self._on_reply = on_reply
         # The replies with the times at which they were taken, by field of the heartbeat.
         self._replies: dict[str, deque[tuple[CommandReply, int]]] = {
-            name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, max_replies))
+            name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, MAX_REPLIES))
             for name in _FIELDS.values()
         }
 

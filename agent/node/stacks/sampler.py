@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.commands import Command
@@ -192,8 +191,8 @@ def collect_child_stacks(
     threads: Sequence[ThreadStack],
     pid: int,
     pyspy: PySpy,
-    meter: TransferMeter | None = None,
-    awaited_by_tid: Mapping[int, Awaited] = MappingProxyType({}),
+    meter: TransferMeter,
+    awaited_by_tid: Mapping[int, Awaited],
 ) -> ThreadStacks:
     """The main threads of the children that a rank with these stacks waits for, by what its stack or the
     system calls of its threads show; empty if it waits for something else.
@@ -201,7 +200,6 @@ def collect_child_stacks(
     Those that a thread waits for come first, then the rank's own children, with the newest of them at the
     front: most likely the rank waits for that one. If there are many, running ones are preferred.
     """
-    meter = meter or TransferMeter(pyspy.proc)
     caller = find_calling_thread(threads)
     waits = classify_activity(caller).waits
     caller_tid = caller and (pid if caller.main else caller.tid)

@@ -86,22 +86,18 @@ def read_awaited(pid: int, tid: int, proc: str) -> Awaited:
         targets = [line.split()[1] for line in text.splitlines() if line.startswith("tfd:")]
         return Awaited(descriptors=frozenset(map(int, targets)) if text else None)
     if number in numbers.poll:
-        return Awaited(descriptors=_read_polled(pid, first, second, proc))
+        size = min(second, _MAX_POLLED) * _POLL_ENTRY.size
+        try:
+            with open(f"{proc}/{pid}/mem", "rb", buffering=0) as memory:
+                data = os.pread(memory.fileno(), size, first)
+        except (OSError, OverflowError):
+            return _UNKNOWN
+        whole = data[: len(data) // _POLL_ENTRY.size * _POLL_ENTRY.size]
+        return Awaited(descriptors=frozenset(fd for fd, _, _ in _POLL_ENTRY.iter_unpack(whole)))
     if number == numbers.wait4:
         child = first & 0xFFFFFFFF
         return Awaited(child=child if child < 1 << 31 else 0)
     return Awaited(address=first if number == numbers.futex else 0)
-
-
-def _read_polled(pid: int, address: int, count: int, proc: str) -> frozenset[int] | None:
-    size = min(count, _MAX_POLLED) * _POLL_ENTRY.size
-    try:
-        with open(f"{proc}/{pid}/mem", "rb", buffering=0) as memory:
-            data = os.pread(memory.fileno(), size, address)
-    except (OSError, OverflowError):
-        return None
-    whole = data[: len(data) // _POLL_ENTRY.size * _POLL_ENTRY.size]
-    return frozenset(fd for fd, _, _ in _POLL_ENTRY.iter_unpack(whole))
 
 
 def find_holders(
@@ -144,9 +140,8 @@ def _read_ends(pid: int, wanted: Collection[str], proc: str) -> dict[str, set[st
     for fd, link in read_descriptors(pid, proc).items():
         if link not in wanted:
             continue
-        with contextlib.suppress(
-            OSError, LookupError, ValueError
-        ):  # a descriptor may be closed by now
+        # A descriptor may be closed by now.
+        with contextlib.suppress(OSError, LookupError, ValueError):
             flags = int(read_fields(f"{proc}/{pid}/fdinfo/{fd}")["flags"], 8)
             modes = _ACCESS_MODES[flags & _ACCESS_MASK]
             ends.setdefault(link, set()).update(modes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -267,11 +268,8 @@ def is_traced_by_own(pid: int, proc: str) -> bool:
 
 
 def measure_age_s(start_ticks: int) -> float:
-    """How long ago a process was started, in seconds; 0.0 if the time since boot cannot be read."""
-    try:
-        uptime_s = float(read_text(f"{PROC_ROOT}/uptime").split()[0])
-    except (ValueError, IndexError):
-        return 0.0
+    """How long ago a process was started, in seconds."""
+    uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return round(max(0.0, uptime_s - start_ticks / TICKS_PER_S), 2)
 
 

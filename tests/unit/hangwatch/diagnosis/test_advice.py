@@ -14,7 +14,8 @@ import pytest
 
 from hangwatch.agent.node.stacks import sampler
 from hangwatch.agent.node.stacks.pyspy import PySpy, locate_pyspy
-from hangwatch.agent.node.system.processes import TICKS_PER_S
+from hangwatch.agent.node.system.processes import TICKS_PER_S, ThreadStacks
+from hangwatch.agent.node.system.transfers import TransferMeter
 from hangwatch.model.calls import Site
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Frame, Lifecycle, ThreadStack
@@ -670,6 +671,10 @@ def test_polling_loop_around_line(tmp_path: Path) -> None:
     assert [find_polling_at(line) for line in (1, 2, 3, 4, 5)] == [whole, whole, None, None, None]
 
 
+def collect_child_stacks(threads: list[ThreadStack], pid: int, pyspy: PySpy) -> ThreadStacks:
+    return sampler.collect_child_stacks(threads, pid, pyspy, TransferMeter(pyspy.proc), {})
+
+
 def test_awaited_children_are_sampled(tmp_path: Path) -> None:
     """A process with two children, one Python and one not, as a rank that waits for them and as one
     that waits for a lock.
@@ -698,11 +703,9 @@ def test_awaited_children_are_sampled(tmp_path: Path) -> None:
         try:
             stacks_by_thread = {
                 child.thread.rpartition(" (pid")[0]: child
-                for child in sampler.collect_child_stacks([waits], parent.pid, pyspy)
+                for child in collect_child_stacks([waits], parent.pid, pyspy)
             }
-            no_stacks = sampler.collect_child_stacks(
-                [make_stack(text="with lock:")], parent.pid, pyspy
-            )
+            no_stacks = collect_child_stacks([make_stack(text="with lock:")], parent.pid, pyspy)
         finally:
             parent.communicate("\n")
     assert no_stacks == ()
@@ -724,14 +727,10 @@ def test_importing_fork_server_counts_as_child(tmp_path: Path) -> None:
         b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
     )
     pyspy = PySpy(path=None, proc=str(tmp_path))
-    assert [child.pid for child in sampler.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
-        2
-    ]
+    assert [child.pid for child in collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [2]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
     add_process(tmp_path, 3, parent=2)
-    assert [child.pid for child in sampler.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
-        3
-    ]
+    assert [child.pid for child in collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [3]
 
 
 def test_own_children_first_then_running_ones(
@@ -742,14 +741,12 @@ def test_own_children_first_then_running_ones(
     add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
         add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
-    children_stacks = sampler.collect_child_stacks(
+    children_stacks = collect_child_stacks(
         [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
     )
     assert [child.pid for child in children_stacks] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
-    own, theirs = sampler.collect_child_stacks(
-        [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
-    )
+    own, theirs = collect_child_stacks([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
     assert (own.pid, theirs.pid, theirs.cpu_s) == (2, 3, None)
     assert own.cpu_s is not None
     assert own.cpu_s >= 500 / TICKS_PER_S

@@ -11,7 +11,7 @@ import pytest
 
 from hangwatch.agent.node.hardware import host_resources, kernel_log, nccl_ras, network
 from hangwatch.agent.node.hardware.host import Host
-from hangwatch.agent.node.hardware.monitor import Baselines
+from hangwatch.agent.node.hardware.monitor import find_changes
 from hangwatch.agent.node.hardware.reader import Probe, Reading
 from hangwatch.model.hardware import Observation, Weight
 from hangwatch.model.kinds import VerdictKind
@@ -35,7 +35,7 @@ class Cluster:
         for number, rank in self.job.ranks.items():
             rank.host = f"node{number}"
         self.roots = [folder / f"node{number}" for number in range(HOSTS)]
-        self._baselines = [Baselines() for _ in self.roots]
+        self._baselines: list[list[Reading]] = [[] for _ in self.roots]
         for _ in range(3):
             self.job.make_calls()
         self.job.send_heartbeats()
@@ -47,7 +47,7 @@ class Cluster:
 
     def take_baselines(self, *probes: Probe) -> None:
         for number, baselines in enumerate(self._baselines):
-            baselines.readings.append(self._read(number, probes, taken_ns=1))
+            baselines.append(self._read(number, probes, taken_ns=1))
 
     def stall(self) -> None:
         """All ranks enter a call that does not complete."""
@@ -60,7 +60,7 @@ class Cluster:
             self.job.send_heartbeats()
         for number, baselines in enumerate(self._baselines):
             reading = self._read(number, probes, taken_ns=60_000_000_000, environ=environ)
-            self._report(number, baselines.find_changes(reading, onset_ns=2))
+            self._report(number, find_changes(reading, baselines, onset_ns=2))
         (verdict,) = self.job.list_due_verdicts()
         return verdict
 

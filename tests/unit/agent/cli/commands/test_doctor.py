@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from argparse import Namespace
+from http.client import HTTPMessage
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hangwatch.agent.cli.commands import doctor, doctor_checks
-from hangwatch.agent.cli.commands.doctor import check_server, judge_responses
-from hangwatch.agent.cli.commands.doctor_checks import CommandResult, Finding
+from hangwatch.agent.cli.commands import doctor
+from hangwatch.agent.cli.commands.doctor import (
+    CommandResult,
+    Finding,
+    check_server,
+    judge_responses,
+)
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.transport.client import Reply, ServerTarget
 
@@ -38,7 +43,7 @@ def test_exit_codes_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def check_activation(env: dict[str, str]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in doctor_checks.check_activation(env)}
+    return {finding.name: finding for finding in doctor.check_activation(env)}
 
 
 def test_activation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +72,7 @@ def test_torch() -> None:
     }
 
     def check(status: int, last_line: str) -> bool | None:
-        return doctor_checks.check_torch(CommandResult(status, last_line)).ok
+        return doctor.check_torch(CommandResult(status, last_line)).ok
 
     assert {line: check(0, line) for line in verdicts} == verdicts
     assert check(1, "ModuleNotFoundError: No module named 'torch'") is None
@@ -79,15 +84,15 @@ def test_disk_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for free, ok in ((1 << 20, False), (16 << 20, None), (1 << 30, True)):
         space = SimpleNamespace(f_bavail=free, f_frsize=1)
         monkeypatch.setattr(os, "statvfs", lambda folder, space=space: space)
-        (finding,) = doctor_checks.check_run_dir("http://m")
+        (finding,) = doctor.check_run_dir("http://m")
         assert finding.ok is ok
 
 
 def test_server_check_detects_other_services() -> None:
     def judge(health: int, proof: int, body: bytes = b"", token: str = "t") -> Finding:
         return judge_responses(
-            Reply(health, {}, b""),
-            Reply(proof, {}, body),
+            Reply(health, HTTPMessage(), b""),
+            Reply(proof, HTTPMessage(), body),
             ServerTarget(base_url="http://m", token=token),
         )
 
@@ -110,8 +115,8 @@ def test_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check(status: int, last_line: str, env: dict[str, str]) -> Finding:
         result = CommandResult(status, last_line)
-        monkeypatch.setattr(doctor_checks, "_run_command", lambda *args: result)
-        (finding,) = doctor_checks.check_recorder(env)
+        monkeypatch.setattr(doctor, "_run_command", lambda *args: result)
+        (finding,) = doctor.check_recorder(env)
         return finding
 
     for mode, ok in (("auto", True), ("native", None)):
@@ -139,7 +144,7 @@ def test_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_setting_that_makes_torch_count_devices(
     version: str, env: dict[str, str], setting: str | None
 ) -> None:
-    (finding,) = doctor_checks.check_devices(CommandResult(0, f"{version} 1 1"), env)
+    (finding,) = doctor.check_devices(CommandResult(0, f"{version} 1 1"), env)
     assert finding.ok is (True if setting is None else None)
     assert (setting or "") in finding.remedy
 
@@ -153,4 +158,4 @@ def test_setting_that_makes_torch_count_devices(
     ],
 )
 def test_torch_without_nccl_has_no_finding(probe: CommandResult) -> None:
-    assert list(doctor_checks.check_devices(probe, {})) == []
+    assert list(doctor.check_devices(probe, {})) == []

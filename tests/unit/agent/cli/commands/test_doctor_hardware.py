@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hangwatch.agent.cli.commands.doctor_checks import (
+from hangwatch.agent.cli.commands.doctor import (
     Finding,
     check_hardware,
     check_known_problems,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hangwatch.agent.cli.commands.doctor_checks import check_ring
+from hangwatch.agent.cli.commands.doctor import check_ring
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery.rings import RingFile
 from hangwatch.agent.recorder.streams import StreamRecorder

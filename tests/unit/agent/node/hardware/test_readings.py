@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from hangwatch.agent.node.hardware.monitor import MAX_BASELINES, Baselines
-from hangwatch.agent.node.hardware.reader import Reading
+import itertools
+
+from hangwatch.agent.node.hardware.monitor import (
+    MAX_BASELINES,
+    HardwareMonitor,
+    HardwareOrder,
+    find_changes,
+)
+from hangwatch.agent.node.hardware.reader import Reading, Source
 from hangwatch.model.hardware import Observation, Weight
+from hangwatch.protocol.commands import Command, CommandKind
 
 SECOND_NS = 1_000_000_000
 
@@ -18,10 +26,7 @@ def read(at_s: float, *observations: Observation) -> Reading:
 
 
 def test_only_changes_and_what_is_abnormal_are_reported() -> None:
-    baselines = Baselines()
-    baselines.readings.append(
-        read(1, observe("errors", 5), observe("drops", 2), observe("state", "up"))
-    )
+    baseline = read(1, observe("errors", 5), observe("drops", 2), observe("state", "up"))
     reading = read(
         11,
         observe("errors", 5),
@@ -31,7 +36,7 @@ def test_only_changes_and_what_is_abnormal_are_reported() -> None:
         observe("version", "2.27", weight=Weight.FACT),
         observe("new", 7),
     )
-    changes = baselines.find_changes(reading, onset_ns=5 * SECOND_NS)
+    changes = find_changes(reading, [baseline], onset_ns=5 * SECOND_NS)
     assert [(o.what, o.before, o.now) for o in changes] == [
         ("state", "up", "down"),
         ("xid", None, "79"),
@@ -41,26 +46,29 @@ def test_only_changes_and_what_is_abnormal_are_reported() -> None:
 
 
 def test_compared_with_the_last_reading_before_the_onset() -> None:
-    baselines = Baselines()
-    for at_s, errors in ((60, 0), (120, 1), (180, 8)):
-        baselines.readings.append(read(at_s, observe("errors", errors)))
+    counted = ((60, 0), (120, 1), (180, 8))
+    baselines = [read(at_s, observe("errors", errors)) for at_s, errors in counted]
     now = read(200, observe("errors", 8))
-    (change,) = baselines.find_changes(now, onset_ns=150 * SECOND_NS)
+    (change,) = find_changes(now, baselines, onset_ns=150 * SECOND_NS)
     assert (change.before, change.now) == (1, 8)
-    (change,) = baselines.find_changes(now, onset_ns=10 * SECOND_NS)
+    (change,) = find_changes(now, baselines, onset_ns=10 * SECOND_NS)
     assert change.before == 0, "all readings are later than the onset"
 
 
 def test_without_an_earlier_reading_only_what_is_abnormal_is_reported() -> None:
     reading = read(9, observe("errors", 5), observe("xid", "79", is_abnormal=True))
-    changes = Baselines().find_changes(reading, onset_ns=0)
+    changes = find_changes(reading, [], onset_ns=0)
     assert [o.what for o in changes] == ["xid"]
 
 
 def test_number_of_baselines_is_bounded() -> None:
-    baselines = Baselines()
-    for at_s in range(1, MAX_BASELINES + 11):
-        baselines.readings.append(read(at_s, observe("errors", at_s)))
-    now = read(1000, observe("errors", 1000))
-    (change,) = baselines.find_changes(now, onset_ns=0)
+    numbers = itertools.count(1)
+    source = Source(name="s", probe=lambda _: [observe("errors", next(numbers))], has_counters=True)
+    monitor = HardwareMonitor(lambda: None, sources=[source])
+    for _ in range(MAX_BASELINES + 10):
+        assert monitor.execute_order(HardwareOrder(pids=())) is None
+    command = Command(id="r", kind=CommandKind.HARDWARE, key="1-1")
+    result = monitor.execute_order(HardwareOrder(pids=(), command=command))
+    assert result is not None
+    (change,) = result[0].observations
     assert change.before == 11

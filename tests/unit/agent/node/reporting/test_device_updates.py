@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.updates import ProcessView, compose_update, find_missing_setting
+from hangwatch.agent.node.reporting.updates import compose_update, find_missing_setting
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.protocol.heartbeat import DeviceStatus, ProcessIdentity, ProcessUpdate
 from hangwatch.ring.layout import DeviceStatusState
 from hangwatch.ring.parts import DeviceEntry
 from hangwatch.ring.reader import StreamState
-from tests.simulation.rings import make_snapshot
+from tests.simulation.rings import ProcessView, make_snapshot
 
 SECOND_NS = 1_000_000_000
 NOW_NS = 1000 * SECOND_NS
@@ -44,7 +44,7 @@ def compose_view(
     view: ProcessView, acked: AckedState | None, after_s: float = 0.0
 ) -> tuple[ProcessUpdate | None, AckedState]:
     now_ns = NOW_NS + int(after_s * SECOND_NS)
-    return compose_update(view, acked, UnackedHistory(), now_ns, lambda *_: [], {})
+    return compose_update(*view, acked, UnackedHistory(), now_ns, lambda *_: [], {})
 
 
 def test_counters_are_reported_with_their_age() -> None:

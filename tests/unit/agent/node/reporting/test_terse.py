@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.terse import make_terse_update
-from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
+from hangwatch.agent.node.reporting.updates import compose_update, make_terse_update
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring.reader import StreamState
-from tests.simulation.rings import make_snapshot
+from tests.simulation.rings import ProcessView, make_snapshot
 
 SECOND_NS = 1_000_000_000
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
@@ -73,7 +72,7 @@ def compose_updates(*views: ProcessView) -> ComposedUpdate:
     for n, view in enumerate(views):
         before = acked
         update, acked = compose_update(
-            view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.process.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
+            *view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.process.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
             fetch_calls, {},
         )  # fmt: skip
     return before, update, acked
@@ -154,7 +153,7 @@ def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
             make_view(make_collective_state(70), make_setup_state(3), cpu_s=1.0),
             "two threads make calls at the same time",
         ),
-        (replace(make_view(), snapshot=None), "it has no ring"),
+        (make_view()._replace(snapshot=None), "it has no ring"),
     ],
 )
 def test_everything_else_is_reported_immediately(now: ProcessView, why: str) -> None:

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.discovery.watched import parse_identity
+from hangwatch.agent.node.reporting import uplink
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.terse import make_terse_update
 from hangwatch.agent.node.reporting.updates import (
-    ProcessView,
     compose_update,
+    make_terse_update,
     parse_exception,
     select_checkpoints,
 )
-from hangwatch.agent.node.reporting.uplink import Outbox
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
@@ -29,7 +28,7 @@ from hangwatch.protocol.heartbeat import (
     StackReply,
 )
 from hangwatch.ring.reader import RingDelta, StreamState
-from tests.simulation.rings import make_snapshot
+from tests.simulation.rings import ProcessView, make_snapshot
 
 SECOND_NS = 1_000_000_000
 NOW_NS = 1000 * SECOND_NS
@@ -63,7 +62,7 @@ def compose_next_update(
 ) -> tuple[ProcessUpdate | None, AckedState]:
     unacked = history or UnackedHistory()
     return compose_update(
-        view,
+        *view,
         acked,
         unacked,
         now,
@@ -135,8 +134,8 @@ def test_calls_lost_from_ring_are_searched_once() -> None:
         return []
 
     view = make_view(make_stream_state(5, None, entered_s=9.0))
-    _, acked = compose_update(view, None, UnackedHistory(), NOW_NS, fetch_nothing, {})
-    compose_update(view, acked, UnackedHistory(), NOW_NS + SECOND_NS, fetch_nothing, {})
+    _, acked = compose_update(*view, None, UnackedHistory(), NOW_NS, fetch_nothing, {})
+    compose_update(*view, acked, UnackedHistory(), NOW_NS + SECOND_NS, fetch_nothing, {})
     assert fetched_uids == [1]
 
 
@@ -144,13 +143,13 @@ def test_exit_is_reported_once_with_last_calls() -> None:
     _, acked = compose_next_update(make_view(make_stream_state(2, 2)), None)
     exited = make_view(make_stream_state(2, 2), ended=ExitInfo(signal=9), ended_s=0.5)
     update, acked = compose_update(
-        exited, acked, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
+        *exited, acked, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.streams[0].calls] == [1, 2]
     assert acked.includes_exit
     assert (
-        compose_update(exited, acked, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[
+        compose_update(*exited, acked, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[
             0
         ]
         is None
@@ -230,8 +229,9 @@ def test_exception_record_is_parsed() -> None:
     assert without_site is not None and without_site.site is None
 
 
-def test_outbox_is_bounded_and_keeps_undelivered() -> None:
-    box = Outbox(max_replies=2)
+def test_outbox_is_bounded_and_keeps_undelivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "MAX_REPLIES", 2)
+    box = uplink.Outbox()
     for number in range(3):
         box.add_reply(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
     assert box.dropped_count == 1
@@ -247,7 +247,7 @@ def test_outbox_is_bounded_and_keeps_undelivered() -> None:
 
 
 def test_hardware_replies_are_kept_until_delivered() -> None:
-    box = Outbox()
+    box = uplink.Outbox()
     for number in range(10):
         box.add_reply(HardwareReply(key="k", request=str(number)), NOW_NS)
     assert box.dropped_count == 2
@@ -281,13 +281,13 @@ def test_dormant_streams_are_reported_once_and_with_their_present_age() -> None:
     view = make_view(state)
     assert view.snapshot is not None
     snapshot = replace(view.snapshot, dormant_streams=chunk, dormant_chunks=(chunk,))
-    view = replace(view, snapshot=snapshot)
+    view = view._replace(snapshot=snapshot)
     later_ns = NOW_NS + 100 * SECOND_NS
     update, acked = compose_next_update(view, None, later_ns)
     assert update is not None
     assert [part.entered_s for part in update.streams] == [101.0]
     moved = replace(state, entered=6, completed=6)
-    changed = replace(view, snapshot=replace(snapshot, streams=(moved,)))
+    changed = view._replace(snapshot=replace(snapshot, streams=(moved,)))
     update, _ = compose_next_update(changed, acked, later_ns + 1)
     assert update is None  # the part is the same object, so it was not read again
 
@@ -301,6 +301,6 @@ def test_stream_that_the_ring_has_no_more_is_reported_as_closed() -> None:
     assert set(after.streams) == {2}
     torn = make_view(states[1])
     assert torn.snapshot is not None
-    torn = replace(torn, snapshot=replace(torn.snapshot, torn_parts=1))
+    torn = torn._replace(snapshot=replace(torn.snapshot, torn_parts=1))
     update, _ = compose_next_update(torn, acked)
     assert update is None or not update.closed

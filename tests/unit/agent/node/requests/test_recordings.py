@@ -20,7 +20,6 @@ from hangwatch.agent.node.requests.recordings import (
     RecordingOrder,
     RecordingWorker,
     build_command,
-    record_profile,
 )
 from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
@@ -67,8 +66,8 @@ def make_order(
 RECORDING_REQUEST = make_order(rate=100)
 
 
-def never_refuse() -> str:
-    return ""
+def record_profile(pyspy: PySpy, order: RecordingOrder) -> RecordingReply:
+    return RecordingWorker(pyspy, lambda: None).record_profile(order)
 
 
 def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
@@ -84,12 +83,12 @@ def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
 
 
 def test_incomplete_sampling_is_reported(tmp_path: Path) -> None:
-    made = record_profile(make_pyspy(tmp_path), RECORDING_REQUEST, never_refuse)
+    made = record_profile(make_pyspy(tmp_path), RECORDING_REQUEST)
     (thread,) = unpack_profile(made.profile).threads
     assert (thread.sample_count, made.note) == (100, "")
     assert (
         "70 of 100 samples"
-        in record_profile(make_pyspy(tmp_path, count=70), RECORDING_REQUEST, never_refuse).note
+        in record_profile(make_pyspy(tmp_path, count=70), RECORDING_REQUEST).note
     )
 
 
@@ -97,7 +96,7 @@ def test_recording_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(recordings, "MAX_OVERRUN_S", -0.7)
     began = time.monotonic()
     with pytest.raises(PySpyError, match="was killed"):
-        record_profile(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST, never_refuse)
+        record_profile(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST)
     assert time.monotonic() - began < 3
 
 
@@ -110,20 +109,15 @@ def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "7" / "stat").write_text(f"7 (python) {state} " + " ".join(fields[1:]))
         wish = make_order(7, 55, native=native)
         with pytest.raises(PySpyError, match=why):
-            record_profile(make_pyspy(tmp_path, proc=str(tmp_path)), wish, never_refuse)
+            record_profile(make_pyspy(tmp_path, proc=str(tmp_path)), wish)
     with pytest.raises(PySpyError, match="has ended"):
-        record_profile(
-            make_pyspy(tmp_path),
-            make_order(start_ticks=TICKS + 1),
-            never_refuse,
-        )
+        record_profile(make_pyspy(tmp_path), make_order(start_ticks=TICKS + 1))
     with pytest.raises(PySpyError, match="pip install py-spy"):
-        record_profile(PySpy(path=None), RECORDING_REQUEST, never_refuse)
+        record_profile(PySpy(path=None), RECORDING_REQUEST)
     with pytest.raises(PySpyError, match="--cap-add SYS_PTRACE"):
         record_profile(
             make_pyspy(tmp_path, "echo 'Permission Denied: Try again' >&2; exit 1"),
             RECORDING_REQUEST,
-            never_refuse,
         )
 
 

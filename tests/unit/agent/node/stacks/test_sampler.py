@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.stacks.sampler import collect_child_stacks, mark_callers
+from hangwatch.agent.node.system.transfers import TransferMeter
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import Frame, ThreadStack
@@ -105,5 +106,5 @@ def test_child_without_threads_leaves_the_rank_its_stacks(tmp_path: Path) -> Non
     frame = Frame(function="run", file="/usr/lib/python3.11/subprocess.py", line=3)
     waiting = ThreadStack(thread="MainThread", main=True, frames=(frame, _USER))
     spy = PySpy(path=str(pyspy), proc=str(tmp_path / "proc"))
-    (child,) = collect_child_stacks([waiting], 1, spy)
+    (child,) = collect_child_stacks([waiting], 1, spy, TransferMeter(spy.proc), {})
     assert (child.pid, child.frames, child.error) == (2, (), None)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.system import native_code, processes
-from hangwatch.agent.node.system.native_code import is_in_driver
+from hangwatch.agent.node.stacks import device_holds
+from hangwatch.agent.node.stacks.device_holds import is_in_driver
+from hangwatch.agent.node.system import processes
 from hangwatch.agent.node.system.processes import read_fields, read_mappings
 from tests.simulation.waiting import wait_until
 
@@ -137,7 +138,7 @@ def test_thread_continues_after_an_error(
     with run_function(libraries, "driver.spin") as process:
         pid = process.pid
         mappings = read_mappings(pid)
-        monkeypatch.setattr(native_code._PausedReading, "_wait_for_stop", fail)
+        monkeypatch.setattr(device_holds._PausedReading, "_wait_for_stop", fail)
         monkeypatch.setattr("threading.excepthook", lambda _: None)
         assert not is_in_driver(pid, pid, mappings)
         assert wait_until(lambda: processes.read_stat(pid).state == "R", 5.0)
