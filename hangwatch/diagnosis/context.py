@@ -12,6 +12,7 @@ import signal
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from math import inf
 
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group
@@ -227,9 +228,8 @@ class DiagnosisContext:
 
     def iter_alive(self, ranks: Iterable[int]) -> Iterator[Process]:
         """The processes of the ranks that are alive."""
-        for rank in ranks:
-            process = self.processes.get(rank)
-            if process is not None and process.is_alive:
+        for process in self.attempt.find_processes(ranks):
+            if process.is_alive:
                 yield process
 
     def select_waits(
@@ -397,7 +397,7 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
     return samples[-1] if samples else None
 
 
-def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
+def find_last_site(process: Process, by: float = inf) -> Site | None:
     """The line of the newest call that the process had entered ``by`` then."""
     stream = process.newest_stream
     if stream is None:

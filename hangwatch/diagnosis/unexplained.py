@@ -167,8 +167,8 @@ def describe_losses(
         loss, lossy_group = min(losses, key=lambda pair: pair[0].from_seq)
         fault = _format_fault(process) if loss.reason is LossReason.FAULT else ""
         notes.append(
-            f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
-            f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"
+            f"rank {rank}'s calls of {lossy_group.title} are not completely recorded since call"
+            f" {loss.from_seq}, because {loss.reason.description}{fault}"
         )
     missed = tuple(sorted(attempt.incomplete_ranks & ranks))
     if missed and len(notes) < _MAX_NOTES:

@@ -307,13 +307,13 @@ def _list_awaited_children(thread: ThreadStack, sample: StackSample) -> list[Thr
     return [child for child in sample.threads if thread.tid in child.awaited_by]
 
 
-class RankWait(enum.Enum):
-    """Whether a rank that is in no recorded call waits for something that another rank does."""
+class RankWait(enum.IntEnum):
+    """How much shows that a rank that is in no recorded call waits for what another rank does."""
 
-    EXCLUDED = "excluded"  # it works, or waits for something that no rank does
-    UNKNOWN = "unknown"  # its stack does not show what it does
-    POSSIBLE = "possible"  # a sleep, an answer over the network, a lock file
-    CERTAIN = "certain"  # a key of a store, a rendezvous, a barrier, the reply to a remote call
+    EXCLUDED = 1  # it works, or waits for something that no rank does
+    UNKNOWN = 2  # its stack does not show what it does
+    POSSIBLE = 3  # a sleep, an answer over the network, a lock file
+    CERTAIN = 4  # a key of a store, a rendezvous, a barrier, the reply to a remote call
 
 
 def classify_rank_wait(process: Process, since: float) -> RankWait | None:

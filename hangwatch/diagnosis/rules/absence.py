@@ -55,14 +55,12 @@ def make_absence_verdict(
     if kind is VerdictKind.STARTUP_STALL:
         severity = context.get_start_severity(began_at)
     site, where = None, ""
-    for rank in culprits:  # the first one that a stack shows on a line of the user's code
-        process = context.processes.get(rank)
-        if process is None:
-            continue
+    # The first one that a stack shows on a line of the user's code.
+    for process in context.attempt.find_processes(culprits):
         thread = context.find_blocking_thread(process, edge.group, began_at)
         site = find_user_site(thread)
         if site is not None:
-            whole_process = f"rank {rank}" if len(culprits) > 1 else "it"
+            whole_process = f"rank {process.rank}" if len(culprits) > 1 else "it"
             where = f": {describe_blocking_thread(whole_process, thread)} is at {site}"
             break
     verdict = Verdict(

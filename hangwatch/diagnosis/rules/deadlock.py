@@ -19,7 +19,7 @@ from ..context import MAX_CULPRIT_STACKS, DiagnosisContext, get_newest_call
 from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
-from ..messages import describe_deadlock, describe_position
+from ..messages import describe_deadlock
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -140,7 +140,7 @@ def _explain_by_tags(
     description = (
         f"rank {receiver} waits to receive tag {receiving.tag} from rank {sender}, which"
         f" {'sends' if is_blocking else 'sent'} tag {sending.tag}"
-        f" ({describe_position(receiving.group, None)})"
+        f" ({receiving.group.title})"
     )
     was_sent_tag_received = sending.other_end is not None and sending.other_end.entered > 0
     if was_sent_tag_received or was_awaited_tag_sent:

@@ -64,7 +64,7 @@ def diagnose_invalid_peers(context: DiagnosisContext) -> None:
             end = "destination" if stream.kind is StreamKind.SEND else "source"
             summary = (
                 f"rank {rank} called {get_op_name(stream)} with {end} {argument}, which is no rank of"
-                f" {describe_position(stream.group, None)}"
+                f" {stream.group.title}"
             )
             _accuse_callers(
                 context,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import Site
 from hangwatch.model.kinds import KINDS, Role, Severity, VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S
-from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.activities import classify_activity
 from hangwatch.stacks.frames import (
@@ -31,6 +30,7 @@ from ..context import (
     get_pause_limit_s,
     has_paused,
 )
+from ..graph.edges import can_communicate
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
@@ -74,7 +74,8 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
         return
     if not processes or len(processes) < attempt.rank_count:
         return
-    if not all(map(_takes_part, processes)):
+    # A job that ends, or that is not recorded, is quiet as well.
+    if not all(can_communicate(p) and not p.identity.unrecorded for p in processes):
         return
     if context.graph.silent_ranks or _may_wait_in_calls(context, processes):
         return
@@ -136,12 +137,6 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     )
 
 
-def _takes_part(process: Process) -> bool:
-    """Whether a rank may still make calls that are recorded: a job that ends is quiet as well."""
-    can_call = process.is_alive and process.lifecycle < Lifecycle.DESTROYED
-    return can_call and not process.identity.unrecorded
-
-
 def _may_wait_in_calls(context: DiagnosisContext, processes: Collection[Process]) -> bool:
     """Whether some rank may wait in a call: what it waits for is the subject of other rules."""
     graph = context.graph
@@ -200,12 +195,9 @@ def _find_places(
             continue
         place = places.setdefault(key, _Place(find_user_site(thread), wait))
         place.ranks.append(process.rank)
-        place.wait = max(place.wait, wait, key=_WAIT_ORDER.index)
+        # A loop that polls is in several lines, of which some show more than others.
+        place.wait = max(place.wait, wait)
     return sorted(places.values(), key=lambda place: -len(place.ranks))
-
-
-# A loop that polls is in several lines, of which some show more than others.
-_WAIT_ORDER = (RankWait.EXCLUDED, RankWait.UNKNOWN, RankWait.POSSIBLE, RankWait.CERTAIN)
 
 
 def _find_outliers(places: Sequence[_Place]) -> list[int]:
