@@ -96,11 +96,8 @@ def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdi
     if not candidates:
         in_calls = context.graph.get_waiting_ranks()
         candidates = tuple(rank for rank in verdict.waiting if rank not in in_calls)
-    callers = [
-        process.rank
-        for process in context.iter_alive(candidates[:_MAX_CALLERS])
-        if awaits_remote_call(process, since)
-    ]
+    alive = context.iter_alive(candidates[:_MAX_CALLERS])
+    callers = [process for process in alive if awaits_remote_call(process, since)]
     if not callers:
         return verdict
     for caller in callers:
@@ -108,10 +105,10 @@ def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdi
             context.request_stack(rank)
     texts: list[str] = []
     hidden_count = 0
-    for rank in sorted(context.processes):
-        if callers == [rank]:
+    for rank, process in sorted(context.processes.items()):
+        if callers == [process]:
             continue
-        for thread in list_remote_executions_since(context.processes[rank], since):
+        for thread in list_remote_executions_since(process, since):
             if len(texts) == _MAX_EXECUTIONS_SHOWN:
                 hidden_count += 1
                 continue

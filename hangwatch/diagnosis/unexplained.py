@@ -156,10 +156,11 @@ def describe_losses(
     notes: list[str] = []
     for rank in sorted(attempt.lossy_ranks & ranks):
         process = attempt.processes[rank]
-        streams = list(process.streams.values())
-        if group is not None:
-            streams = [stream for stream in streams if stream.group.key == group.key]
-        losses = [(stream.loss, stream.group) for stream in streams if stream.loss is not None]
+        losses = [
+            (stream.loss, stream.group)
+            for stream in process.streams.values()
+            if stream.loss is not None and (group is None or stream.group.key == group.key)
+        ]
         if not losses:
             continue
         if len(notes) == _MAX_NOTES:

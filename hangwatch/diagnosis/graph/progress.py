@@ -237,12 +237,8 @@ def is_polling(process: Process, since: float) -> bool:
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
     """The threads but the calling one and the recorder's, and the children that it waits for."""
     caller = sample.calling_thread
-    others = []
-    for thread in sample.threads:
-        is_recorder = thread.pid is None and thread.thread == RECORDER_THREAD_NAME
-        if thread is not caller and not is_recorder:
-            others.append(thread)
-    return others
+    others = [thread for thread in sample.threads if thread is not caller]
+    return [t for t in others if t.pid is not None or t.thread != RECORDER_THREAD_NAME]
 
 
 def find_working_threads(process: Process, since: float) -> list[ThreadStack]:

@@ -22,7 +22,6 @@ from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock
 
 _MAX_CALLS_SHOWN = 16
-_MAX_STACK_REQUESTS = 16
 _MAX_CYCLE_STARTS = 16  # ranks from which the shortest cycle is searched for
 
 WRONG_TAG_ADVICE = "The tags of a send and its receive must be equal: compare the two lines."
@@ -62,7 +61,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     for rank in core & context.processes.keys():
         if has_working_thread(context.processes[rank], began_at):
             uncertain.add(rank)
-    for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
+    for rank in sorted(uncertain)[:MAX_CULPRIT_STACKS]:
         context.request_stack(rank)
     # Devices may execute calls of different groups at the same time, and so in another order.
     if uncertain or not core.isdisjoint(graph.held_up_ranks):
@@ -177,30 +176,18 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     A call needs all awaited ranks, unless any one of them suffices. A rank with several calls may
     wait in any one of them.
     """
-    ranks_by_group = graph.index.ranks_by_group
     groups_by_awaited = graph.index.groups_by_awaited
-    chain_ends = graph.find_chain_ends()
-    # The number of ranks that each waiter group needs and that are waiting themselves.
-    missing_counts = []
-    for group in graph.waiter_groups:
-        awaited = group[0].awaited
-        needed_count = 1 if group[0].any_suffices else len(awaited)
-        missing_counts.append(needed_count - len(awaited.keys() & chain_ends))
+    # The number of ranks that each waiter group still needs.
+    missing_counts = [1 if g[0].any_suffices else len(g[0].awaited) for g in graph.waiter_groups]
     blocked = set(graph.blocked_calls)
-    freed_ranks: list[int] = []
-    freed_groups = [index for index, count in enumerate(missing_counts) if count <= 0]
-    while freed_groups or freed_ranks:
-        for index in freed_groups:
-            newly_freed = ranks_by_group[index] & blocked
-            blocked -= newly_freed
-            freed_ranks += newly_freed & groups_by_awaited.keys()
-        freed_groups = []
-        if not freed_ranks:
-            break
-        for index in groups_by_awaited[freed_ranks.pop()]:
+    free_ranks = list(graph.find_chain_ends())
+    while free_ranks:
+        for index in groups_by_awaited[free_ranks.pop()]:
             missing_counts[index] -= 1
             if missing_counts[index] == 0:
-                freed_groups.append(index)
+                freed = graph.index.ranks_by_group[index] & blocked
+                blocked -= freed
+                free_ranks += freed & groups_by_awaited.keys()
     return blocked
 
 

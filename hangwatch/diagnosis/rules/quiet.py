@@ -7,7 +7,6 @@ rank that works, a declared phase, and servers without requests keep such a job 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +23,7 @@ from hangwatch.stacks.frames import (
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..context import (
-    DiagnosisContext,
-    find_newest_sample,
-    get_pause_limit_s,
-    has_paused,
-)
+from ..context import DiagnosisContext, find_newest_sample, get_pause_limit_s, has_paused
 from ..graph.edges import can_communicate
 from ..graph.progress import (
     RankWait,
@@ -202,14 +196,11 @@ def _find_places(
 
 def _find_outliers(places: Sequence[_Place]) -> list[int]:
     """The ranks that are blocked where the others are not; none if that is not clear."""
-    by_wait: defaultdict[RankWait, list[_Place]] = defaultdict(list)
-    for place in places:
-        by_wait[place.wait].append(place)
-    own_waits, certain = by_wait[RankWait.EXCLUDED], by_wait[RankWait.CERTAIN]
+    own_waits = [place for place in places if place.wait is RankWait.EXCLUDED]
+    waiters = [place for place in places if place.wait is RankWait.POSSIBLE]
     others = [place for place in places if place.wait is not RankWait.CERTAIN]
-    if certain and others:
+    if 0 < len(others) < len(places):
         return _list_ranks(own_waits or others)
-    waiters = by_wait[RankWait.POSSIBLE]
     is_known = len(own_waits) + len(waiters) == len(places)
     if own_waits and waiters and is_known:
         outliers = _list_ranks(own_waits)

@@ -118,7 +118,6 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     processes = {rank: context.processes[rank] for rank in verdict.waiting}
     if not all(map(_is_initializing, processes.values())):
         return verdict
-    verdict = replace(verdict, kind=VerdictKind.STARTUP_STALL)
     expected = {rank: f"the master at {p.identity.master}" for rank, p in processes.items()}
     sides = _list_sides(expected)
     majority = sides[0][1]
@@ -145,11 +144,10 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
             " other program listens there, and then the network and the devices, if the backend"
             " connects them here."
         )
-        return replace(
-            verdict, kind=VerdictKind.NO_PROGRESS, advice=add_twin_advice(context, advice)
-        )
+        return replace(verdict, advice=add_twin_advice(context, advice))
     return replace(
         verdict,
+        kind=VerdictKind.STARTUP_STALL,
         culprits=culprits,
         waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
         summary=summary,
