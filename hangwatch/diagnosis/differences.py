@@ -33,7 +33,6 @@ from .messages import (
     pluralize,
 )
 
-RankSides = tuple[Ranks, Ranks]  # the others, the culprits
 # A predicate that follows the culprits' name, empty if nothing is certain, and the first call that only
 # one side made, if that is known.
 _Explanation = tuple[str, int | None]
@@ -121,7 +120,7 @@ class _Comparison:
     members: StreamsByRank
     seq: int
 
-    def split_sides(self, verdict: Verdict) -> RankSides | None:
+    def split_sides(self, verdict: Verdict) -> tuple[Ranks, Ranks] | None:
         """The others and the culprits; if all are culprits, the first class are the others."""
         culprits = tuple(rank for rank in verdict.culprits if rank in self.members)
         classes = [call_class.ranks for call_class in verdict.calls]

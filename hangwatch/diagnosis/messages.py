@@ -250,10 +250,14 @@ def _describe_inexact_mismatch(
         subject = f"the calls of {describe_ranks(outliers)} differ from those of the other ranks"
     if seq == last_equal + 1:
         return f"{subject} at {position}; what was called there is not known"
+    return f"{subject} {describe_lost_calls(position, last_equal)}"
+
+
+def describe_lost_calls(position: str, last_equal: int) -> str:
+    """Between which calls two sides began to differ, if the records that would show it are lost."""
     since = f", and after call {last_equal}" if last_equal else ""
     return (
-        f"{subject} at or before {position}{since}; the records of the calls in between could not be"
-        " fetched"
+        f"at or before {position}{since}; the records of the calls in between could not be fetched"
     )
 
 

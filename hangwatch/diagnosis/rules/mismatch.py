@@ -343,10 +343,7 @@ def knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool
         hashes = stream.hashes_by_seq
         return all(seq in hashes for seq in range(first, window.last + 1, window.step))
     calls = stream.calls
-    if not calls:
-        return False
-    needed = range(last_equal + 1, window.last + 1)
-    return all(seq in calls and calls[seq].chain for seq in needed)
+    return all(seq in calls and calls[seq].chain for seq in range(last_equal + 1, window.last + 1))
 
 
 def _find_outliers(
