@@ -369,12 +369,10 @@ def has_paused(attempt: Attempt, now: float, limits: Limits) -> bool:
     return paused_s >= get_pause_limit_s(attempt, limits) - sampling_s
 
 
-def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ...]:
+def get_newest_call(stream: CallStream, rank: int) -> tuple[CallClass, ...]:
     """The newest call of a rank's stream, if it is known."""
-    if stream is None or stream.entered not in stream.calls:
-        return ()
-    call = stream.calls[stream.entered]
-    return (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
+    call = stream.calls.get(stream.entered)
+    return () if call is None else (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
 
 
 def _add_peer(call: Call, stream: CallStream) -> Call:

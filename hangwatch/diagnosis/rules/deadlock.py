@@ -58,9 +58,9 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     waiting = (component | waiters) - core
     # A rank is uncertain if its wait is a guess or another of its threads was seen working.
     uncertain = core & graph.uncertain_ranks
-    for rank in core & context.processes.keys():
-        if has_working_thread(context.processes[rank], began_at):
-            uncertain.add(rank)
+    for process in context.attempt.find_processes(core):
+        if has_working_thread(process, began_at):
+            uncertain.add(process.rank)
     for rank in sorted(uncertain)[:MAX_CULPRIT_STACKS]:
         context.request_stack(rank)
     # Devices may execute calls of different groups at the same time, and so in another order.

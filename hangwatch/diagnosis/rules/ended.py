@@ -333,16 +333,11 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
     waiting = context.graph.find_waiters_of([first.rank])
     waiting |= context.graph.get_waiting_ranks() - {first.rank}
     waiting |= context.find_waiting_devices([first.rank])
-    is_in_call = last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE
-    call_inside = last if is_in_call else None
     summary, advice = _describe_death(failed)
     verdict = Verdict(
         kind=VerdictKind.DEAD_RANK,
         culprits=(first.rank,),
         waiting=tuple(sorted(waiting)),
-        group=call_inside.group if call_inside else None,
-        seq=call_inside.entered if call_inside else None,
-        calls=get_newest_call(call_inside, first.rank),
         waits=context.select_waits(waiting),
         began_at=get_failure_time(first),
         is_confirmed=due,
@@ -350,6 +345,9 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
         advice=advice,
         site=first.exception.site if first.exception is not None else find_last_site(first),
     )
+    if last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE:
+        calls = get_newest_call(last, first.rank)
+        verdict = replace(verdict, group=last.group, seq=last.entered, calls=calls)
     context.accuse(verdict, {process.rank for process in failed})
 
 

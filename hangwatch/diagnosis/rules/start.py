@@ -41,7 +41,7 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
         return
     sides = _list_sides({rank: f"{sizes[rank]} ranks" for rank in concerned})
     culprits, summary = _compare_sides(sides)
-    waiting = context.graph.find_waiters_of(concerned) | concerned.difference(culprits)
+    waiting = (context.graph.find_waiters_of(concerned) | concerned).difference(culprits)
     began_at = max(min(waits[rank].began_at for rank in ranks) for _, ranks in sides)
     known_until = min(map(context.get_state_known_until, concerned))
     first = waits[culprits[0]].stream
@@ -49,7 +49,7 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
         kind=VerdictKind.STARTUP_STALL,
         severity=context.get_start_severity(began_at),
         culprits=culprits,
-        waiting=tuple(sorted(waiting.difference(culprits))),
+        waiting=tuple(sorted(waiting)),
         group=first.group,
         seq=first.entered,
         calls=get_newest_call(first, culprits[0]),
