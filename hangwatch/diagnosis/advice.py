@@ -42,14 +42,11 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     spec = KINDS[verdict.kind]
     if spec.stack_advice is StackAdvice.NONE:
         return verdict
-    for rank in verdict.culprits:
-        process = context.processes.get(rank)
-        if process is None:
-            continue
+    for process in context.attempt.find_processes(verdict.culprits):
         working_threads = find_working_threads(process, verdict.began_at)
         sample = find_newest_sample(process, verdict.began_at)
         thread = context.find_blocking_thread(process, verdict.group, verdict.began_at)
-        whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {rank}"
+        whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {process.rank}"
         subject = describe_blocking_thread(whole_process, thread)
         predicate = "holds the GIL." if subject != whole_process else ""
         if sample is not None:
@@ -57,8 +54,7 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
                 spec, process, sample, thread, working_threads, verdict.began_at
             )
             predicate = activity or predicate
-        has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
-        if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
+        if verdict.kind is VerdictKind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             predicate = "called destroy_process_group while others still communicated."
         if not predicate:
             continue
@@ -74,19 +70,17 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 def add_exception_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """Adds the exception that the first culprit is handling, if no rank that waits handles the same."""
     usual = set()
-    for rank in verdict.waiting:
-        process = context.processes.get(rank)
-        if process is not None and process.handling is not None:
+    for process in context.attempt.find_processes(verdict.waiting):
+        if process.handling is not None:
             usual.add((process.handling.type, process.handling.site))
-    for rank in verdict.culprits:
-        process = context.processes.get(rank)
-        handling = process.handling if process is not None else None
+    for process in context.attempt.find_processes(verdict.culprits):
+        handling = process.handling
         if handling is None or (handling.type, handling.site) in usual:
             continue
         place = f", raised at {handling.site}" if handling.site is not None else ""
         text = (
-            f"Rank {rank} is handling {format_exception(handling)}{place}: it is in an except, finally or"
-            " with statement."
+            f"Rank {process.rank} is handling {format_exception(handling)}{place}: it is in an except,"
+            " finally or with statement."
         )
         return replace(verdict, advice=f"{text} {verdict.advice}".strip())
     return verdict
@@ -102,11 +96,8 @@ def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdi
     if not candidates:
         in_calls = context.graph.get_waiting_ranks()
         candidates = tuple(rank for rank in verdict.waiting if rank not in in_calls)
-    callers = [
-        process.rank
-        for process in context.iter_alive(candidates[:_MAX_CALLERS])
-        if awaits_remote_call(process, since)
-    ]
+    alive = context.iter_alive(candidates[:_MAX_CALLERS])
+    callers = [process for process in alive if awaits_remote_call(process, since)]
     if not callers:
         return verdict
     for caller in callers:
@@ -114,10 +105,10 @@ def add_remote_call_advice(context: DiagnosisContext, verdict: Verdict) -> Verdi
             context.request_stack(rank)
     texts: list[str] = []
     hidden_count = 0
-    for rank in sorted(context.processes):
-        if callers == [rank]:
+    for rank, process in sorted(context.processes.items()):
+        if callers == [process]:
             continue
-        for thread in list_remote_executions_since(context.processes[rank], since):
+        for thread in list_remote_executions_since(process, since):
             if len(texts) == _MAX_EXECUTIONS_SHOWN:
                 hidden_count += 1
                 continue

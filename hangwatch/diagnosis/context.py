@@ -12,6 +12,7 @@ import signal
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from math import inf
 
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group
@@ -178,14 +179,13 @@ class DiagnosisContext:
             if all(sample.taken_at < needed_since for sample in process.samples):
                 self.request_stack(process.rank)
 
-    def list_called_samples_due(self, caller: int, since: float) -> list[int]:
+    def list_called_samples_due(self, caller: Process, since: float) -> list[int]:
         """The other ranks whose stacks are needed to know whether they execute a remote call that this rank
         may wait for, and whether that makes progress. Empty if it waits for no such call.
         """
-        process = self.processes.get(caller)
-        if process is None or not awaits_remote_call(process, since):
+        if not awaits_remote_call(caller, since):
             return []
-        others = (rank for rank in sorted(self.processes) if rank != caller)
+        others = (rank for rank in sorted(self.processes) if rank != caller.rank)
         due = []
         for other in self.iter_alive(islice(others, _MAX_CALLED_STACKS)):
             samples = list_samples_since(other, since)
@@ -196,15 +196,12 @@ class DiagnosisContext:
                 due.append(other.rank)
         return due
 
-    def list_working_callees(self, caller: int, since: float) -> Ranks:
+    def list_working_callees(self, caller: Process, since: float) -> Ranks:
         """The other ranks that work on a remote call while this rank waits for one: it may be that one."""
-        if not awaits_remote_call(self.processes[caller], since):
+        if not awaits_remote_call(caller, since):
             return ()
-        return tuple(
-            rank
-            for rank in sorted(self.processes)
-            if rank != caller and works_on_remote_call(self.processes[rank], since)
-        )
+        others = (process for process in self.processes.values() if process is not caller)
+        return tuple(sorted(other.rank for other in others if works_on_remote_call(other, since)))
 
     def request_device_evidence(self, culprits: Iterable[int], since: float) -> None:
         """Requests what shows whether culprits that use the CPU wait for their devices: two samples that
@@ -227,9 +224,8 @@ class DiagnosisContext:
 
     def iter_alive(self, ranks: Iterable[int]) -> Iterator[Process]:
         """The processes of the ranks that are alive."""
-        for rank in ranks:
-            process = self.processes.get(rank)
-            if process is not None and process.is_alive:
+        for process in self.attempt.find_processes(ranks):
+            if process.is_alive:
                 yield process
 
     def select_waits(
@@ -296,9 +292,7 @@ class DiagnosisContext:
 
     def get_last_seen_at(self, rank: int) -> float:
         """The time of a rank's last report, or of its end if that was earlier."""
-        process = self.processes.get(rank)
-        if process is None:
-            return self.now
+        process = self.processes[rank]
         last_seen_at = process.reports.last_seen_at
         return min(last_seen_at, process.exited_at or last_seen_at)
 
@@ -341,7 +335,7 @@ class DiagnosisContext:
             return True
         if self.shows_progress(process, since):
             return True
-        return bool(self.list_working_callees(rank, since))
+        return bool(self.list_working_callees(process, since))
 
     def shows_progress(self, process: Process, since: float) -> bool:
         """Whether samples since then show that a rank, or what it waits for on its host, makes progress."""
@@ -375,12 +369,10 @@ def has_paused(attempt: Attempt, now: float, limits: Limits) -> bool:
     return paused_s >= get_pause_limit_s(attempt, limits) - sampling_s
 
 
-def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ...]:
+def get_newest_call(stream: CallStream, rank: int) -> tuple[CallClass, ...]:
     """The newest call of a rank's stream, if it is known."""
-    if stream is None or stream.entered not in stream.calls:
-        return ()
-    call = stream.calls[stream.entered]
-    return (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
+    call = stream.calls.get(stream.entered)
+    return () if call is None else (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
 
 
 def _add_peer(call: Call, stream: CallStream) -> Call:
@@ -397,7 +389,7 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
     return samples[-1] if samples else None
 
 
-def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
+def find_last_site(process: Process, by: float = inf) -> Site | None:
     """The line of the newest call that the process had entered ``by`` then."""
     stream = process.newest_stream
     if stream is None:

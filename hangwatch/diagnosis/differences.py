@@ -33,7 +33,6 @@ from .messages import (
     pluralize,
 )
 
-RankSides = tuple[Ranks, Ranks]  # the others, the culprits
 # A predicate that follows the culprits' name, empty if nothing is certain, and the first call that only
 # one side made, if that is known.
 _Explanation = tuple[str, int | None]
@@ -121,7 +120,7 @@ class _Comparison:
     members: StreamsByRank
     seq: int
 
-    def split_sides(self, verdict: Verdict) -> RankSides | None:
+    def split_sides(self, verdict: Verdict) -> tuple[Ranks, Ranks] | None:
         """The others and the culprits; if all are culprits, the first class are the others."""
         culprits = tuple(rank for rank in verdict.culprits if rank in self.members)
         classes = [call_class.ranks for call_class in verdict.calls]
@@ -206,8 +205,7 @@ class _Comparison:
             which = "which raised an exception there, after which its script continued"
             return f"{behind} since {described}, {which}", call.seq
         raised = "an exception"
-        process = self.context.processes.get(ranks[0])
-        exception = process.exception if process is not None else None
+        exception = self.context.processes[ranks[0]].exception
         if exception is not None and exception.site is not None and call.site is not None:
             raised_at = exception.site.file, exception.site.line
             if raised_at == (call.site.file, call.site.line):
@@ -216,12 +214,9 @@ class _Comparison:
 
     def _continued_after(self, rank: int, call: Call) -> bool:
         """Whether the rank made another call after one that raised, or still runs long after it."""
-        process, stream = self.context.processes.get(rank), self.members[rank]
-        if stream.entered > call.seq:
-            return True
-        if process is None:
-            return False
-        if any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values()):
+        process, stream = self.context.processes[rank], self.members[rank]
+        has_called_elsewhere = process.newest_call_at > stream.entered_at + MIN_WAIT_S
+        if stream.entered > call.seq or has_called_elsewhere:
             return True
         is_running = process.is_alive and process.lifecycle < Lifecycle.EXITING
         if not is_running or process.exception is not None:

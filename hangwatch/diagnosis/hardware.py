@@ -120,10 +120,7 @@ def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost
         return []
     ranks = verdict.involved_ranks if scope is HardwareScope.ALL else verdict.culprits
     hosts: dict[str, InvolvedHost] = {}
-    for rank in ranks:
-        process = attempt.processes.get(rank)
-        if process is None:
-            continue
+    for process in attempt.find_processes(ranks):
         host = hosts.get(process.host)
         if host is None:
             if len(hosts) >= MAX_HOSTS_READ:

@@ -57,11 +57,6 @@ def describe_ranks(ranks: Ranks) -> str:
     return f"{noun} {', '.join(runs)}"
 
 
-def describe_rank(rank: int) -> str:
-    """``rank 3``, or the name of a member of a foreign group that is not a rank of the attempt."""
-    return rank.label if isinstance(rank, OutsideMember) else f"rank {rank}"
-
-
 def describe_ranks_with(ranks: Ranks, verb: str) -> str:
     """``rank 3 has``, or ``ranks 0, 2-3 have``."""
     return f"{describe_ranks(ranks)} {pluralize(verb, ranks)}"
@@ -142,8 +137,8 @@ def describe_deadlock(
     other_ends = {"send": "the recv of ", "recv": "the send of "}
     waits = []
     for wait, op in cycle[:_MAX_WAITS_SHOWN]:
-        awaited = f"{other_ends.get(op, '')}{describe_rank(wait.on_rank)}"
-        waits.append(f"{describe_rank(wait.rank)} waits for {awaited} in {op}")
+        awaited = f"{other_ends.get(op, '')}{describe_ranks((wait.on_rank,))}"
+        waits.append(f"{describe_ranks((wait.rank,))} waits for {awaited} in {op}")
     if len(cycle) > _MAX_WAITS_SHOWN:
         waits.append("and so on")
     summary = f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
@@ -184,9 +179,9 @@ def describe_not_entered(
     if waiter is None:
         missing = f"entered {op}"
     elif op.startswith("recv"):
-        missing = f"sent what {describe_rank(waiter)} waits to receive"
+        missing = f"sent what {describe_ranks((waiter,))} waits to receive"
     else:
-        missing = f"received what {describe_rank(waiter)} sends"
+        missing = f"received what {describe_ranks((waiter,))} sends"
     waiting = format_waiter_count(waiter_count)
     if 0 < len(ranks_inside) < waiter_count:
         elsewhere = waiter_count - len(ranks_inside)
@@ -255,10 +250,14 @@ def _describe_inexact_mismatch(
         subject = f"the calls of {describe_ranks(outliers)} differ from those of the other ranks"
     if seq == last_equal + 1:
         return f"{subject} at {position}; what was called there is not known"
+    return f"{subject} {describe_lost_calls(position, last_equal)}"
+
+
+def describe_lost_calls(position: str, last_equal: int) -> str:
+    """Between which calls two sides began to differ, if the records that would show it are lost."""
     since = f", and after call {last_equal}" if last_equal else ""
     return (
-        f"{subject} at or before {position}{since}; the records of the calls in between could not be"
-        " fetched"
+        f"at or before {position}{since}; the records of the calls in between could not be fetched"
     )
 
 

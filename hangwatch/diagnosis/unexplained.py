@@ -156,10 +156,11 @@ def describe_losses(
     notes: list[str] = []
     for rank in sorted(attempt.lossy_ranks & ranks):
         process = attempt.processes[rank]
-        streams = list(process.streams.values())
-        if group is not None:
-            streams = [stream for stream in streams if stream.group.key == group.key]
-        losses = [(stream.loss, stream.group) for stream in streams if stream.loss is not None]
+        losses = [
+            (stream.loss, stream.group)
+            for stream in process.streams.values()
+            if stream.loss is not None and (group is None or stream.group.key == group.key)
+        ]
         if not losses:
             continue
         if len(notes) == _MAX_NOTES:
@@ -167,8 +168,8 @@ def describe_losses(
         loss, lossy_group = min(losses, key=lambda pair: pair[0].from_seq)
         fault = _format_fault(process) if loss.reason is LossReason.FAULT else ""
         notes.append(
-            f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
-            f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"
+            f"rank {rank}'s calls of {lossy_group.title} are not completely recorded since call"
+            f" {loss.from_seq}, because {loss.reason.description}{fault}"
         )
     missed = tuple(sorted(attempt.incomplete_ranks & ranks))
     if missed and len(notes) < _MAX_NOTES:

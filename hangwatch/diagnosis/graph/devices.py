@@ -249,12 +249,12 @@ class DeviceGraph:
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """The time since which none of the ranks' devices began or completed a call."""
-        return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
+        return max([self._processes[rank].device_changed_at for rank in ranks], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
         """How long no device began or completed a call, as of the oldest of the last readings."""
         ranks = list(ranks)
-        known_until = min([p.device_read_at for p in self._select_processes(ranks)], default=0.0)
+        known_until = min([self._processes[rank].device_read_at for rank in ranks], default=0.0)
         return known_until - self.get_unchanged_since(ranks)
 
     def get_waited_s(self, ranks: Iterable[int]) -> float:
@@ -302,9 +302,6 @@ class DeviceGraph:
                 if device is not None and device.completed > queued_count:
                     return False
         return True
-
-    def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
-        return [self._processes[rank] for rank in ranks if rank in self._processes]
 
 
 def get_still_until(process: Process) -> float:
@@ -397,9 +394,10 @@ def _level_stale_counters(members: ProgressByRank, streams: StreamsByRank) -> Pr
     }
 
 
-def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
+def get_first_unfinished(stream: CallStream) -> int:
     """The first unfinished call's number, by the rank's own counters."""
-    if stream.completed is not None:
+    progress = stream.device
+    if stream.completed is not None or progress is None:
         return stream.first_unfinished
     return max(progress.completed + _count_uncounted_calls(stream, progress) + 1, 1)
 

@@ -182,13 +182,8 @@ def has_receives_from_any(process: Process, channel: CallStream) -> bool:
     """Whether a rank also receives from any source with the group and the tag of a channel: then the
     calls with one number at its two ends need not be those of one message.
     """
-    return any(
-        receives_from_any(stream)
-        and stream.entered > 0
-        and stream.tag == channel.tag
-        and stream.group.key == channel.group.key
-        for stream in process.streams.values()
-    )
+    receives = process.channels.get((StreamKind.RECV, ANY_SOURCE, channel.tag), ())
+    return any(s.entered > 0 and s.group.key == channel.group.key for s in receives)
 
 
 def get_new_group_ranks(stream: CallStream) -> ConcernedRanks:

@@ -237,12 +237,8 @@ def is_polling(process: Process, since: float) -> bool:
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
     """The threads but the calling one and the recorder's, and the children that it waits for."""
     caller = sample.calling_thread
-    others = []
-    for thread in sample.threads:
-        is_recorder = thread.pid is None and thread.thread == RECORDER_THREAD_NAME
-        if thread is not caller and not is_recorder:
-            others.append(thread)
-    return others
+    others = [thread for thread in sample.threads if thread is not caller]
+    return [t for t in others if t.pid is not None or t.thread != RECORDER_THREAD_NAME]
 
 
 def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
@@ -307,13 +303,13 @@ def _list_awaited_children(thread: ThreadStack, sample: StackSample) -> list[Thr
     return [child for child in sample.threads if thread.tid in child.awaited_by]
 
 
-class RankWait(enum.Enum):
-    """Whether a rank that is in no recorded call waits for something that another rank does."""
+class RankWait(enum.IntEnum):
+    """How much shows that a rank that is in no recorded call waits for what another rank does."""
 
-    EXCLUDED = "excluded"  # it works, or waits for something that no rank does
-    UNKNOWN = "unknown"  # its stack does not show what it does
-    POSSIBLE = "possible"  # a sleep, an answer over the network, a lock file
-    CERTAIN = "certain"  # a key of a store, a rendezvous, a barrier, the reply to a remote call
+    EXCLUDED = 1  # it works, or waits for something that no rank does
+    UNKNOWN = 2  # its stack does not show what it does
+    POSSIBLE = 3  # a sleep, an answer over the network, a lock file
+    CERTAIN = 4  # a key of a store, a rendezvous, a barrier, the reply to a remote call
 
 
 def classify_rank_wait(process: Process, since: float) -> RankWait | None:

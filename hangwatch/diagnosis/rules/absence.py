@@ -55,14 +55,12 @@ def make_absence_verdict(
     if kind is VerdictKind.STARTUP_STALL:
         severity = context.get_start_severity(began_at)
     site, where = None, ""
-    for rank in culprits:  # the first one that a stack shows on a line of the user's code
-        process = context.processes.get(rank)
-        if process is None:
-            continue
+    # The first one that a stack shows on a line of the user's code.
+    for process in context.attempt.find_processes(culprits):
         thread = context.find_blocking_thread(process, edge.group, began_at)
         site = find_user_site(thread)
         if site is not None:
-            whole_process = f"rank {rank}" if len(culprits) > 1 else "it"
+            whole_process = f"rank {process.rank}" if len(culprits) > 1 else "it"
             where = f": {describe_blocking_thread(whole_process, thread)} is at {site}"
             break
     verdict = Verdict(
@@ -131,9 +129,8 @@ def _format_startup_advice(context: DiagnosisContext, absent: Ranks) -> str:
 
 def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     culprits = verdict.culprits
-    process = context.processes.get(culprits[0])
-    has_ended = process is None or not process.is_alive
-    did = "finished" if has_ended else "destroyed the process group"
+    is_alive = context.processes[culprits[0]].is_alive
+    did = "destroyed the process group" if is_alive else "finished"
     entered = tuple(rank for rank in culprits if has_entered(edge.stream, rank, edge.seq))
     summary = (
         f"{describe_ranks_with(culprits, 'has')} {did} while"
@@ -224,7 +221,7 @@ def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
         reason = f"It uses the CPU{where}: a long computation, or a loop that waits."
     elif find_working_threads(process, since):
         reason = "What it waits for, a thread or a child process of its own, is at work."
-    elif callees := context.list_working_callees(process.rank, since):
+    elif callees := context.list_working_callees(process, since):
         reason = f"It waits for a remote call, and {describe_ranks_with(callees, 'works')} on one."
     else:
         reason = "It made progress elsewhere in the meantime: slow rather than stuck."

@@ -19,10 +19,9 @@ from ..context import MAX_CULPRIT_STACKS, DiagnosisContext, get_newest_call
 from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
-from ..messages import describe_deadlock, describe_position
+from ..messages import describe_deadlock
 
 _MAX_CALLS_SHOWN = 16
-_MAX_STACK_REQUESTS = 16
 _MAX_CYCLE_STARTS = 16  # ranks from which the shortest cycle is searched for
 
 WRONG_TAG_ADVICE = "The tags of a send and its receive must be equal: compare the two lines."
@@ -59,10 +58,10 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     waiting = (component | waiters) - core
     # A rank is uncertain if its wait is a guess or another of its threads was seen working.
     uncertain = core & graph.uncertain_ranks
-    for rank in core & context.processes.keys():
-        if has_working_thread(context.processes[rank], began_at):
-            uncertain.add(rank)
-    for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
+    for process in context.attempt.find_processes(core):
+        if has_working_thread(process, began_at):
+            uncertain.add(process.rank)
+    for rank in sorted(uncertain)[:MAX_CULPRIT_STACKS]:
         context.request_stack(rank)
     # Devices may execute calls of different groups at the same time, and so in another order.
     if uncertain or not core.isdisjoint(graph.held_up_ranks):
@@ -140,7 +139,7 @@ def _explain_by_tags(
     description = (
         f"rank {receiver} waits to receive tag {receiving.tag} from rank {sender}, which"
         f" {'sends' if is_blocking else 'sent'} tag {sending.tag}"
-        f" ({describe_position(receiving.group, None)})"
+        f" ({receiving.group.title})"
     )
     was_sent_tag_received = sending.other_end is not None and sending.other_end.entered > 0
     if was_sent_tag_received or was_awaited_tag_sent:
@@ -177,30 +176,18 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     A call needs all awaited ranks, unless any one of them suffices. A rank with several calls may
     wait in any one of them.
     """
-    ranks_by_group = graph.index.ranks_by_group
     groups_by_awaited = graph.index.groups_by_awaited
-    chain_ends = graph.find_chain_ends()
-    # The number of ranks that each waiter group needs and that are waiting themselves.
-    missing_counts = []
-    for group in graph.waiter_groups:
-        awaited = group[0].awaited
-        needed_count = 1 if group[0].any_suffices else len(awaited)
-        missing_counts.append(needed_count - len(awaited.keys() & chain_ends))
+    # The number of ranks that each waiter group still needs.
+    missing_counts = [1 if g[0].any_suffices else len(g[0].awaited) for g in graph.waiter_groups]
     blocked = set(graph.blocked_calls)
-    freed_ranks: list[int] = []
-    freed_groups = [index for index, count in enumerate(missing_counts) if count <= 0]
-    while freed_groups or freed_ranks:
-        for index in freed_groups:
-            newly_freed = ranks_by_group[index] & blocked
-            blocked -= newly_freed
-            freed_ranks += newly_freed & groups_by_awaited.keys()
-        freed_groups = []
-        if not freed_ranks:
-            break
-        for index in groups_by_awaited[freed_ranks.pop()]:
+    free_ranks = list(graph.find_chain_ends())
+    while free_ranks:
+        for index in groups_by_awaited[free_ranks.pop()]:
             missing_counts[index] -= 1
             if missing_counts[index] == 0:
-                freed_groups.append(index)
+                freed = graph.index.ranks_by_group[index] & blocked
+                blocked -= freed
+                free_ranks += freed & groups_by_awaited.keys()
     return blocked
 
 

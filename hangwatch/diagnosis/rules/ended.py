@@ -254,13 +254,11 @@ def _find_departed_before(context: DiagnosisContext, first: Process, last: CallS
             if not (stream.is_pending or is_failed_call):
                 continue
             awaited = resolver.find_awaited_ranks(process.rank, stream, is_failed_call)
-            for rank in awaited.keys() - seen:
-                seen.add(rank)
-                other = context.processes.get(rank)
-                if other is None:
-                    continue
+            unseen = awaited.keys() - seen
+            seen |= unseen
+            for other in context.attempt.find_processes(unseen):
                 if _had_left(other, first, stream.group):
-                    departed.append(rank)
+                    departed.append(other.rank)
                 else:
                     to_search.append(other)
     return departed
@@ -289,16 +287,15 @@ def _find_not_reporting_since(
         return []  # a signal ended it that neither a launcher sends nor an abort raises
     failed_at = get_failure_time(first)
     not_reporting = []
-    for rank in last.group.ranks:
-        process = context.processes.get(rank)
-        if process is None or not process.is_alive or process.agent == first.agent:
+    for process in context.iter_alive(last.group.ranks):
+        if process.agent == first.agent:
             continue
-        silence = context.graph.silent_ranks.get(rank)
+        silence = context.graph.silent_ranks.get(process.rank)
         if silence is not None and silence.is_proven_alive:
             continue
         last_alive_at = process.reports.agent_seen_at if silence is None else silence.last_alive_at
         if last_alive_at <= failed_at + DETECTION_DELAY_S:
-            not_reporting.append(rank)
+            not_reporting.append(process.rank)
     return not_reporting
 
 
@@ -336,16 +333,11 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
     waiting = context.graph.find_waiters_of([first.rank])
     waiting |= context.graph.get_waiting_ranks() - {first.rank}
     waiting |= context.find_waiting_devices([first.rank])
-    is_in_call = last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE
-    call_inside = last if is_in_call else None
     summary, advice = _describe_death(failed)
     verdict = Verdict(
         kind=VerdictKind.DEAD_RANK,
         culprits=(first.rank,),
         waiting=tuple(sorted(waiting)),
-        group=call_inside.group if call_inside else None,
-        seq=call_inside.entered if call_inside else None,
-        calls=get_newest_call(call_inside, first.rank),
         waits=context.select_waits(waiting),
         began_at=get_failure_time(first),
         is_confirmed=due,
@@ -353,6 +345,9 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
         advice=advice,
         site=first.exception.site if first.exception is not None else find_last_site(first),
     )
+    if last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE:
+        calls = get_newest_call(last, first.rank)
+        verdict = replace(verdict, group=last.group, seq=last.entered, calls=calls)
     context.accuse(verdict, {process.rank for process in failed})
 
 

@@ -21,7 +21,7 @@ from hangwatch.tracking.call_stream import CallStream, CallWindow, StreamsByRank
 
 from ..context import DiagnosisContext, get_newest_call
 from ..graph.edges import get_op_name, has_receives_from_any
-from ..messages import describe_mismatch, describe_position, describe_ranks
+from ..messages import describe_lost_calls, describe_mismatch, describe_position, describe_ranks
 from .mismatch import choose_window, find_site_of, knows_calls
 
 _MAX_REQUESTED_SIZES = 64  # calls of other members that are requested at a time
@@ -64,7 +64,7 @@ def diagnose_invalid_peers(context: DiagnosisContext) -> None:
             end = "destination" if stream.kind is StreamKind.SEND else "source"
             summary = (
                 f"rank {rank} called {get_op_name(stream)} with {end} {argument}, which is no rank of"
-                f" {describe_position(stream.group, None)}"
+                f" {stream.group.title}"
             )
             _accuse_callers(
                 context,
@@ -135,13 +135,10 @@ def _locate_divergence(context: DiagnosisContext, sending: CallStream) -> None:
     if not is_lost:
         return
     seq = divergence.first_different
+    where = describe_lost_calls(describe_position(sending.group, seq), last_equal)
     summary = (
-        f"what rank {receiving.peer} sent differs from what rank {sending.peer} received at or before"
-        f" {describe_position(sending.group, seq)}"
+        f"what rank {receiving.peer} sent differs from what rank {sending.peer} received {where}"
     )
-    if last_equal:
-        summary += f", and after call {last_equal}"
-    summary += "; the records of the calls in between could not be fetched"
     _accuse_callers(context, ends, tuple(sorted(ends)), seq, (), (), summary)
 
 

@@ -154,9 +154,7 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
         # Where only devices count what they complete, the host must have made another call as well.
         if stream.completed is None and stream.entered <= mismatch.seq:
             return False
-        device = stream.device
-        first = stream.first_unfinished if device is None else get_first_unfinished(stream, device)
-        if first <= mismatch.seq:
+        if get_first_unfinished(stream) <= mismatch.seq:
             return False
     if not mismatch.is_setup:
         return True
@@ -224,7 +222,7 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     has_failed = has_failed_exit(process)
     if process.is_alive and not has_failed:
         return False
-    if any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values()):
+    if process.newest_call_at > stream.entered_at + MIN_WAIT_S:
         return False  # the rank made calls in other streams since: its end has a later cause
     if stream.entered == seq or stream.first_unfinished <= seq < stream.entered:
         return True
@@ -345,10 +343,7 @@ def knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool
         hashes = stream.hashes_by_seq
         return all(seq in hashes for seq in range(first, window.last + 1, window.step))
     calls = stream.calls
-    if not calls:
-        return False
-    needed = range(last_equal + 1, window.last + 1)
-    return all(seq in calls and calls[seq].chain for seq in needed)
+    return all(seq in calls and calls[seq].chain for seq in range(last_equal + 1, window.last + 1))
 
 
 def _find_outliers(

@@ -6,6 +6,7 @@ ranks that are not recorded. Whether they made the call is not known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,12 +22,7 @@ from hangwatch.tracking.process import FreezeReason, Process
 
 from ..context import MAX_CULPRIT_STACKS, DiagnosisContext
 from ..graph.edges import BlockedCall, WaitEdge, has_entered, is_not_initialized, shows_all_members
-from ..graph.progress import (
-    RankWait,
-    classify_rank_wait,
-    has_stack_changed,
-    needs_another_sample,
-)
+from ..graph.progress import RankWait, classify_rank_wait, has_stack_changed, needs_another_sample
 from ..messages import describe_not_entered, describe_ranks, format_waiter_count, pluralize
 from .absence import KIND_PRECEDENCE, make_absence_verdict
 
@@ -261,22 +257,18 @@ class _ChainEnds:
         Only some of many ranks are sampled. If there are such waits among these, ranks without a sample
         that do not work may be victims as well.
         """
-        ranks_by_wait: dict[RankWait, set[int]] = {wait: set() for wait in RankWait}
-        unsampled = set()
+        ranks_by_wait = defaultdict(set)  # None: what they do is not known
         for rank in absent:
             process = self.context.processes[rank]
             wait = None
             if process.samples and not self.context.is_in_phase(process):
                 wait = classify_rank_wait(process, self.waits_by_end[rank].began_at)
-            if wait is None:
-                unsampled.add(rank)
-            else:
-                ranks_by_wait[wait].add(rank)
+            ranks_by_wait[wait].add(rank)
         certain = ranks_by_wait[RankWait.CERTAIN]
         possible = certain | ranks_by_wait[RankWait.POSSIBLE]
         if not possible:
             return set()
-        idle_unsampled = {rank for rank in unsampled if not self._is_working(rank)}
+        idle_unsampled = {rank for rank in ranks_by_wait[None] if not self._is_working(rank)}
         self.possible_victims = possible | idle_unsampled
         others = absent - self.possible_victims
         if others & ranks_by_wait[RankWait.EXCLUDED] or any(map(self._is_working, others)):
@@ -384,7 +376,7 @@ class _ChainEnds:
             is_any_slow = VerdictKind.SLOW_RANK in ranks_by_kind
             if any(needs_another_sample(process, began_at, is_any_slow) for process in alive):
                 limit_s += SECOND_SAMPLE_S
-            if any(context.list_called_samples_due(p.rank, began_at) for p in alive):
+            if any(context.list_called_samples_due(process, began_at) for process in alive):
                 limit_s += 2 * SECOND_SAMPLE_S  # samples of other ranks are requested after its own
         is_due = age_s >= limit_s
         context.accuse(
@@ -481,9 +473,8 @@ class _ChainEnds:
             f" {whether_made} the call is not known"
         )
         advice = _UNWATCHED_ADVICE
-        for rank in ranks:
-            process = self.context.processes.get(rank)
-            if process is not None and process.identity.unrecorded:  # the reason, with its remedy
+        for process in self.context.attempt.find_processes(ranks):
+            if process.identity.unrecorded:  # the reason, with its remedy
                 advice = f"Nothing is recorded of that process: {process.identity.unrecorded}."
                 break
         kind = VerdictKind.STARTUP_STALL

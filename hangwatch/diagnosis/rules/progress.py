@@ -10,6 +10,7 @@ is requested here, without a verdict: the next diagnosis draws the conclusions.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import Verdict
-from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow, GroupState
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow
 
 from ..call_classes import classify_members
 from ..context import DiagnosisContext, get_newest_call
@@ -161,13 +162,13 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
     stuck_streams = context.graph.stuck_streams
     blocked = context.graph.find_waiters_of(stuck_streams).union(stuck_streams)
     blocked -= context.explained_ranks
-    ranks_by_group: dict[int, tuple[GroupState, list[int]]] = {}
+    ranks_by_state = defaultdict(list)
     for rank, stream in stuck_streams.items():
         state = stream.group_state
         if state is not None and stream.is_pending and rank not in context.explained_ranks:
-            ranks_by_group.setdefault(id(state), (state, []))[1].append(rank)
-    for state, inside in ranks_by_group.values():
-        stream = state.members[inside[0]]
+            ranks_by_state[id(state)].append(rank)
+    for inside in ranks_by_state.values():
+        stream = stuck_streams[inside[0]]
         group_ranks = stream.group.ranks
         if not blocked.issuperset(group_ranks):
             continue
@@ -176,10 +177,11 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
         else:
             unfinished = f"{describe_ranks(tuple(sorted(inside)))} cannot finish it"
         agreement = check_agreement(context, stream.group, stream.entered)
+        members = context.get_members(stream.group)
         yield _StuckCall(
             stream=stream,
             inside=inside,
-            began_at=max(state.members[rank].entered_at for rank in group_ranks),
+            began_at=max(members[rank].entered_at for rank in group_ranks),
             summary=agreement.describe(unfinished, get_op_name(stream), inside[0]),
             are_equal=agreement.is_known,
         )

@@ -7,14 +7,12 @@ rank that works, a declared phase, and servers without requests keep such a job 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Site
 from hangwatch.model.kinds import KINDS, Role, Severity, VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S
-from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.activities import classify_activity
 from hangwatch.stacks.frames import (
@@ -25,12 +23,8 @@ from hangwatch.stacks.frames import (
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..context import (
-    DiagnosisContext,
-    find_newest_sample,
-    get_pause_limit_s,
-    has_paused,
-)
+from ..context import DiagnosisContext, find_newest_sample, get_pause_limit_s, has_paused
+from ..graph.edges import can_communicate
 from ..graph.progress import (
     RankWait,
     classify_rank_wait,
@@ -74,7 +68,8 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
         return
     if not processes or len(processes) < attempt.rank_count:
         return
-    if not all(map(_takes_part, processes)):
+    # A job that ends, or that is not recorded, is quiet as well.
+    if not all(can_communicate(p) and not p.identity.unrecorded for p in processes):
         return
     if context.graph.silent_ranks or _may_wait_in_calls(context, processes):
         return
@@ -136,12 +131,6 @@ def diagnose_quiet_job(context: DiagnosisContext) -> None:
     )
 
 
-def _takes_part(process: Process) -> bool:
-    """Whether a rank may still make calls that are recorded: a job that ends is quiet as well."""
-    can_call = process.is_alive and process.lifecycle < Lifecycle.DESTROYED
-    return can_call and not process.identity.unrecorded
-
-
 def _may_wait_in_calls(context: DiagnosisContext, processes: Collection[Process]) -> bool:
     """Whether some rank may wait in a call: what it waits for is the subject of other rules."""
     graph = context.graph
@@ -200,24 +189,18 @@ def _find_places(
             continue
         place = places.setdefault(key, _Place(find_user_site(thread), wait))
         place.ranks.append(process.rank)
-        place.wait = max(place.wait, wait, key=_WAIT_ORDER.index)
+        # A loop that polls is in several lines, of which some show more than others.
+        place.wait = max(place.wait, wait)
     return sorted(places.values(), key=lambda place: -len(place.ranks))
-
-
-# A loop that polls is in several lines, of which some show more than others.
-_WAIT_ORDER = (RankWait.EXCLUDED, RankWait.UNKNOWN, RankWait.POSSIBLE, RankWait.CERTAIN)
 
 
 def _find_outliers(places: Sequence[_Place]) -> list[int]:
     """The ranks that are blocked where the others are not; none if that is not clear."""
-    by_wait: defaultdict[RankWait, list[_Place]] = defaultdict(list)
-    for place in places:
-        by_wait[place.wait].append(place)
-    own_waits, certain = by_wait[RankWait.EXCLUDED], by_wait[RankWait.CERTAIN]
+    own_waits = [place for place in places if place.wait is RankWait.EXCLUDED]
+    waiters = [place for place in places if place.wait is RankWait.POSSIBLE]
     others = [place for place in places if place.wait is not RankWait.CERTAIN]
-    if certain and others:
+    if 0 < len(others) < len(places):
         return _list_ranks(own_waits or others)
-    waiters = by_wait[RankWait.POSSIBLE]
     is_known = len(own_waits) + len(waiters) == len(places)
     if own_waits and waiters and is_known:
         outliers = _list_ranks(own_waits)

@@ -41,7 +41,7 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
         return
     sides = _list_sides({rank: f"{sizes[rank]} ranks" for rank in concerned})
     culprits, summary = _compare_sides(sides)
-    waiting = context.graph.find_waiters_of(concerned) | concerned.difference(culprits)
+    waiting = (context.graph.find_waiters_of(concerned) | concerned).difference(culprits)
     began_at = max(min(waits[rank].began_at for rank in ranks) for _, ranks in sides)
     known_until = min(map(context.get_state_known_until, concerned))
     first = waits[culprits[0]].stream
@@ -49,7 +49,7 @@ def diagnose_world_sizes(context: DiagnosisContext) -> None:
         kind=VerdictKind.STARTUP_STALL,
         severity=context.get_start_severity(began_at),
         culprits=culprits,
-        waiting=tuple(sorted(waiting.difference(culprits))),
+        waiting=tuple(sorted(waiting)),
         group=first.group,
         seq=first.entered,
         calls=get_newest_call(first, culprits[0]),
@@ -118,7 +118,6 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     processes = {rank: context.processes[rank] for rank in verdict.waiting}
     if not all(map(_is_initializing, processes.values())):
         return verdict
-    verdict = replace(verdict, kind=VerdictKind.STARTUP_STALL)
     expected = {rank: f"the master at {p.identity.master}" for rank, p in processes.items()}
     sides = _list_sides(expected)
     majority = sides[0][1]
@@ -145,11 +144,10 @@ def explain_stuck_setup(context: DiagnosisContext, verdict: Verdict) -> Verdict:
             " other program listens there, and then the network and the devices, if the backend"
             " connects them here."
         )
-        return replace(
-            verdict, kind=VerdictKind.NO_PROGRESS, advice=add_twin_advice(context, advice)
-        )
+        return replace(verdict, advice=add_twin_advice(context, advice))
     return replace(
         verdict,
+        kind=VerdictKind.STARTUP_STALL,
         culprits=culprits,
         waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
         summary=summary,

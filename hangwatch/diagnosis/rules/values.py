@@ -16,7 +16,7 @@ from hangwatch.model.limits import (
     REPORT_MARGIN_S,
 )
 from hangwatch.model.operators import OPERATIONS
-from hangwatch.model.ranks import format_ranks
+from hangwatch.model.ranks import Ranks, format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallWindow
 from hangwatch.tracking.checks import ChecksumComparison, NonfiniteCall
@@ -26,8 +26,6 @@ from ..messages import Messages, describe_position, describe_ranks, format_call
 
 _MAX_REQUESTED_RANKS = 4  # ranks on each side whose call is requested
 _MAX_SIDES_SHOWN = 4
-
-_Side = tuple[int, ...]  # ranks with the same result
 
 
 def diagnose_nonfinite(context: DiagnosisContext) -> None:
@@ -85,7 +83,7 @@ def _find_first_call(calls: Collection[NonfiniteCall]) -> NonfiniteCall:
     return min(in_same_stream, key=lambda call: call.seq)
 
 
-def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> Messages:
+def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: Ranks) -> Messages:
     """The summary and the advice; ``culprits`` are the ranks whose input had such values, if any is known."""
     report = nonfinite_call.first_report
     call = report.call
@@ -176,7 +174,7 @@ def _make_replica_verdict(
 
 
 def _find_or_request_call(
-    context: DiagnosisContext, group: Group, side: _Side, seq: int
+    context: DiagnosisContext, group: Group, side: Ranks, seq: int
 ) -> Call | None:
     """The call as one rank of the side made it; requests it from some of them if it is unknown."""
     members = context.get_members(group)
@@ -191,7 +189,7 @@ def _find_or_request_call(
     return None
 
 
-def _find_correct_side(group: Group, sides: list[_Side], call: Call | None) -> _Side | None:
+def _find_correct_side(group: Group, sides: list[Ranks], call: Call | None) -> Ranks | None:
     """The majority; on a tie, the side with the root of a broadcast, or None."""
     if len(sides[0]) > len(sides[1]):
         return sides[0]
