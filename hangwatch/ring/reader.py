@@ -202,7 +202,7 @@ class RingReader(parts.RingParts):
             exception=None if is_handled else exception,
             handled_exception=exception if is_handled else None,
             faults=tuple(map(str, faults.get("lines", ()))),
-            device_status=DeviceStatusState.from_number(words[LiveWord.DEVICE_STATUS]),
+            device_status=DeviceStatusState(words[LiveWord.DEVICE_STATUS]),
             device_entries=self._read_reported_devices(words),
             read_ns=now_ns,
             opened=words[LiveWord.OPENED],
@@ -304,7 +304,7 @@ class RingReader(parts.RingParts):
             chain=chain,
             entered_s=parts.compute_age_s(now_ns, entered_ns),
             pending_s=pending_s,
-            loss=Loss(from_seq, LossReason.from_number(reason)) if from_seq else None,
+            loss=Loss(from_seq, LossReason(reason)) if from_seq else None,
             read_ns=now_ns,
         )
 
