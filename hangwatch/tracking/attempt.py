@@ -492,7 +492,11 @@ class Attempt:
     @property
     def awaits_calls(self) -> bool:
         """Whether calls that were requested from members of a diverged group are outstanding."""
-        return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
+        for key in self.diverged_groups:
+            sides = self._group_states[key].streams_by_side.values()
+            if not all(stream.answered for stream in sides):
+                return True
+        return False
 
     def record_hashes(self, stream: CallStream, report: Hashes) -> None:
         """Records running hashes of a stream's calls and detects a divergence between the members of its

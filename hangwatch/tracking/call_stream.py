@@ -347,11 +347,6 @@ class GroupState:
         self.streams_by_side[value] = stream
         return True
 
-    @property
-    def awaits_calls(self) -> bool:
-        """Whether some requested calls have not arrived yet."""
-        return any(not stream.answered for stream in self.streams_by_side.values())
-
     def remove_member(self, rank: int) -> None:
         """Removes a rank whose process was replaced: the new process counts calls from 1 again, and
         the reference may have hashes that only the former one reported.
