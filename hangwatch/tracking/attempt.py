@@ -549,17 +549,14 @@ class Attempt:
         theirs = other.hashes_by_seq
         common = ours.keys() & theirs.keys()
         equal = {seq for seq in common if ours[seq] == theirs[seq]}
-        different = common - equal
-        if different:
+        last = min(common - equal, default=inf)
+        first = max([seq for seq in equal if seq < last], default=0)
+        if last < inf:
             self.has_urgent_changes |= id(sending) not in self.diverged_channels
             self.diverged_channels[id(sending)] = sending
-            last = min(different)
-            first = max([seq for seq in equal if seq < last], default=0)
             kept_count = MAX_PINNED_PAIRS
         else:
             self.diverged_channels.pop(id(sending), None)
-            last = inf
-            first = max(equal, default=0)
             kept_count = NEWEST_KEPT
         for end in (stream, other):
             pairs = [pair for pair in end.reported_hashes if first <= pair[0] <= last]
