@@ -282,7 +282,7 @@ class Attempt:
         key = stream.group.key
         state = self._group_states.get(key)
         if state is None:
-            state = self._group_states[key] = GroupState(key=key)
+            state = self._group_states[key] = GroupState(key=key, size=len(key[2]))
             self.streams_by_group[key] = state.members
             if stream.group.foreign:
                 self.foreign_states[key] = state
