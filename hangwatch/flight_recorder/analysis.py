@@ -118,7 +118,6 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     position = describe_position(first.group, first.entered)
     verdict = Verdict(
         kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
         waiting=tuple(sorted({rank for rank, _ in pending})),
         group=first.group,
