@@ -75,7 +75,7 @@ class CallReader:
         self.reduce_op_index = _find_type(schema, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
         self.root_index = indices.get("root_rank", -1)
-        is_send = spec.p2p_role is P2pRole.SEND
+        is_send = spec.p2p_role == "send"
         # A receive from any source has no peer.
         self._peer_index = indices.get("dst" if is_send else "src", -1)
         self._tag_index = indices.get("tag", -1)
@@ -383,9 +383,9 @@ def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
     peers of point-to-point operators ``dst`` and ``src``.
     """
     arguments = [argument.name for argument in schema.arguments]
-    role = None
+    role: P2pRole | None = None
     if ("dst" in arguments) != ("src" in arguments):
-        role = P2pRole.SEND if "dst" in arguments else P2pRole.RECV
+        role = "send" if "dst" in arguments else "recv"
     returns = schema.returns
     return OperatorSpec(
         op=name.strip("_"),

@@ -40,14 +40,13 @@ _STALE_DUMP_S = 600.0  # the time between the calls of two dumps that cannot be 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineDiagnosis:
-    """``missing_ranks`` are ranks of the job without a dump; ``notes`` list what cannot be known.
+    """``notes`` list what cannot be known.
 
     ``inconclusive``: some ranks may be in a call, and the dumps do not show whether they are
     blocked.
     """
 
     verdicts: tuple[Verdict, ...]
-    missing_ranks: tuple[int, ...]
     notes: tuple[str, ...]
     inconclusive: bool = False
 
@@ -93,7 +92,6 @@ def analyze_dumps(
         unexplained += _describe_unexplained_calls(job.attempt, may_be_running=bool(candidates))
     return OfflineDiagnosis(
         verdicts=tuple(verdicts),
-        missing_ranks=missing_ranks,
         notes=(*_describe_gaps(dumps, missing_ranks), *job.notes, *unexplained),
         inconclusive=bool(unexplained),
     )
@@ -120,7 +118,6 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     position = describe_position(first.group, first.entered)
     verdict = Verdict(
         kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
         waiting=tuple(sorted({rank for rank, _ in pending})),
         group=first.group,

@@ -25,7 +25,6 @@ from hangwatch.model.operators import (
     MustMatch,
     OperatorSpec,
     OutputScale,
-    P2pRole,
 )
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -135,7 +134,7 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
     if len(specs) > 1:
         return inputs
     (spec,) = specs
-    if spec.p2p_role is P2pRole.RECV:
+    if spec.p2p_role == "recv":
         return outputs
     if spec.list_side is None:
         return inputs

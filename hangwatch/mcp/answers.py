@@ -9,7 +9,6 @@ words that hangwatch defines, and sentences of this module and of `KINDS`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,7 +182,7 @@ def _pick(document: Document, *keys: str) -> Answer:
 def shorten_ranks(ranks: Iterable[int] | None) -> str:
     """Ranks as ``0, 2-3``; with many runs, the first of them and the number of all ranks."""
     listed = sorted({rank for rank in ranks or () if isinstance(rank, int)})
-    runs = list(itertools.islice(iter_runs(listed), _MAX_RUNS + 1))
+    runs = list(iter_runs(listed))
     shown = format_runs(runs[:_MAX_RUNS])
     if len(runs) > _MAX_RUNS:
         shown += f", … ({len(listed)} ranks)"

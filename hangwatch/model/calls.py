@@ -97,15 +97,15 @@ class Call:
 class LossReason(enum.IntEnum):
     """Why a call was not recorded. The numbers are part of the ring's layout and of heartbeats."""
 
-    UNKNOWN = 0  # a reason that only a newer writer knows
+    UNKNOWN = 0  # also any other number, which only a newer writer knows
     FAULT = 1  # the recorder itself failed
     RAISED = 2  # a call raised an exception, before or after it communicated
     LATE = 3  # recording began, or began again, after calls were made
     UNREADABLE = 4  # the ring could not be read for a time; the server's own reason
 
     @classmethod
-    def from_number(cls, number: int) -> LossReason:
-        return cls(number) if number in cls._value2member_map_ else cls.UNKNOWN
+    def _missing_(cls, value: object) -> LossReason:
+        return cls.UNKNOWN
 
     @property
     def description(self) -> str:

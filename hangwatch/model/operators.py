@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
+
+P2pRole = Literal["send", "recv"]
 
 
 class MustMatch(enum.Flag):
@@ -19,13 +22,6 @@ class MustMatch(enum.Flag):
     SHAPE = enum.auto()
     REDUCE_OP = enum.auto()
     ROOT = enum.auto()
-
-
-class P2pRole(enum.Enum):
-    """The end of a point-to-point channel on which the operator is called."""
-
-    SEND = "send"
-    RECV = "recv"
 
 
 class BusFactor(enum.Enum):
@@ -79,7 +75,7 @@ class OperatorSpec:
     must_match: MustMatch = MustMatch.NOTHING
     root_is_source: bool = False  # the result is the root's data, and no other member gives any
     split_args: tuple[str, str] | None = None  # (sent, received) sizes, for each member or the root
-    p2p_role: P2pRole | None = None
+    p2p_role: P2pRole | None = None  # the end of a channel on which the operator is called
     # What the recorder needs.
     returns_work: bool = True  # False: the call itself blocks until it is complete
     # Backends whose Work never reports completion, not even after wait().
@@ -106,7 +102,7 @@ class OperatorSpec:
     @property
     def input_arg(self) -> str:
         """What this rank contributes; empty for a receive."""
-        if self.p2p_role is P2pRole.RECV:
+        if self.p2p_role == "recv":
             return ""
         return self.other_input_arg or self.tensors_arg
 
@@ -293,21 +289,21 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="send",
         tensors_arg="tensors",
         must_match=_SAME_DATA,
-        p2p_role=P2pRole.SEND,
+        p2p_role="send",
         bus_factor=BusFactor.ONE,
     ),
     "recv_": OperatorSpec(
         op="recv",
         tensors_arg="tensors",
         must_match=_SAME_DATA,
-        p2p_role=P2pRole.RECV,
+        p2p_role="recv",
         bus_factor=BusFactor.ONE,
     ),
     "recv_any_source_": OperatorSpec(
         op="recv_any_source",
         tensors_arg="tensors",
         must_match=_SAME_DATA,
-        p2p_role=P2pRole.RECV,
+        p2p_role="recv",
         bus_factor=BusFactor.ONE,
     ),
 }

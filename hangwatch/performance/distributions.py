@@ -33,10 +33,7 @@ def size_class_min_bytes(size_class_index: int) -> int:
 
 def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
     """The size of a call in bytes as nccl-tests define it: the whole array for an all-gather or a
-    reduce-scatter.
-
-    Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the ``…GetBw`` functions in
-    ``src/*.cu``.
+    reduce-scatter. The source is that of `BusFactor`.
     """
     spec = OPERATIONS.get(op)
     if spec is not None and spec.size_is_per_rank:
@@ -47,14 +44,6 @@ def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
 def is_even_split(signature: Signature) -> bool:
     """Whether all members exchange equal amounts, as the bandwidth of an all-to-all requires."""
     return all(len(set(side)) <= 1 for side in signature.splits or ())
-
-
-def bus_factor(op: str, rank_count: int) -> float | None:
-    """The ratio of bus to algorithm bandwidth; None if no data moves, or if unknown."""
-    spec = OPERATIONS.get(op)
-    if spec is None or spec.bus_factor is None or not rank_count:
-        return None
-    return spec.bus_factor.for_ranks(rank_count)
 
 
 @dataclass(slots=True)
@@ -97,7 +86,10 @@ def compute_bandwidths(
     op: str, rank_count: int, size_bytes: float, seconds: float | None
 ) -> tuple[float, float] | None:
     """(algorithm, bus) bandwidth of a call in 10**9 bytes/s; None if it is not defined."""
-    factor = bus_factor(op, rank_count)
-    if factor is None or not seconds or size_bytes <= 0:
+    spec = OPERATIONS.get(op)
+    if spec is None or spec.bus_factor is None or not rank_count:
         return None
+    if not seconds or size_bytes <= 0:
+        return None
+    factor = spec.bus_factor.for_ranks(rank_count)
     return size_bytes / seconds / 1e9, factor * size_bytes / seconds / 1e9

@@ -16,7 +16,6 @@ cannot report for another.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import math
@@ -175,5 +174,5 @@ def _encode_name(job: str) -> str:
 def _decode_name(text: str) -> str | None:
     try:
         return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
+    except ValueError:
         return None

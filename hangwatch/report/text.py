@@ -4,6 +4,7 @@ of untrusted text. Pure.
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 import unicodedata
@@ -28,36 +29,21 @@ _STYLES = re.compile(r"\x1b\[[\d;]*m")
 _LINE_BREAKS = re.compile(r"[\t\n\r\v\f\x85\u2028\u2029]")
 
 
+def _apply_style(code: str, text: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if text else text
+
+
 # The functions of style add ECMA-48 attributes, which have no width: apply them last. `strip_style`
 # removes them where they are not to be shown.
-
-
-def as_bold(text: str) -> str:
-    return _apply_style("1", text)
-
-
-def as_dim(text: str) -> str:
-    return _apply_style("2", text)
-
-
-def as_error(text: str) -> str:
-    return _apply_style("1;31", text)
-
-
-def as_warning(text: str) -> str:
-    return _apply_style("33", text)
-
-
-def as_success(text: str) -> str:
-    return _apply_style("32", text)
+as_bold = functools.partial(_apply_style, "1")
+as_dim = functools.partial(_apply_style, "2")
+as_error = functools.partial(_apply_style, "1;31")
+as_warning = functools.partial(_apply_style, "33")
+as_success = functools.partial(_apply_style, "32")
 
 
 def by_severity(text: str, severity: object) -> str:
     return as_error(text) if severity == "alert" else as_warning(text)
-
-
-def _apply_style(code: str, text: str) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if text else text
 
 
 def strip_style(text: str) -> str:

@@ -176,15 +176,16 @@ class LiveWord(enum.IntEnum):
 class DeviceStatusState(enum.IntEnum):
     """Whether the backend reports how far its device has come."""
 
-    UNKNOWN = 0  # no group with such a backend, or no calls on it yet
+    # No group with such a backend, or no calls on it yet; also any other number, which only a newer
+    # writer knows.
+    UNKNOWN = 0
     REPORTED = 1
     OFF = 2  # the Flight Recorder has no buffer
     UNSUPPORTED = 3  # this backend's Flight Recorder keeps no counters
 
     @classmethod
-    def from_number(cls, number: int) -> DeviceStatusState:
-        """The state with this number; one that only a newer writer knows is unknown."""
-        return cls(number) if number in cls._value2member_map_ else cls.UNKNOWN
+    def _missing_(cls, value: object) -> DeviceStatusState:
+        return cls.UNKNOWN
 
 
 class RecordFlag:

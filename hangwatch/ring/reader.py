@@ -6,7 +6,7 @@ The position of a stream is in the stream table, as of the recorder's last poll,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
@@ -89,18 +89,13 @@ class RingSnapshot:
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: DeviceEntries = ()
-    # The last of the streams, which have no unfinished call. Their ages are as of their ``read_ns``.
-    dormant_streams: StreamStates = ()
-    # The same streams, in parts that stay the same object as long as none of its streams changes.
-    dormant_chunks: tuple[StreamStates, ...] = ()
+    active_streams: StreamStates = ()  # the first of ``streams``, which may have an unfinished call
+    # The other streams, with ages as of their ``read_ns``: in parts, by the number of the part, that stay
+    # the same object as long as none of its streams changes.
+    dormant_chunks: Mapping[int, StreamStates] = field(default_factory=dict)
     read_ns: int = 0
     opened: int = 0  # streams ever opened
     torn_parts: int = 0  # streams left out because they kept changing or are invalid
-
-    @property
-    def active_streams(self) -> StreamStates:
-        """The streams that are not dormant."""
-        return self.streams[: len(self.streams) - len(self.dormant_streams)]
 
     def get_newest_call_s(self) -> float:
         """The age of the newest call; infinite if there is none."""
@@ -150,14 +145,6 @@ class RecordEntry:
         return self.within_s is None and self.completed is not None
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """Adjacent slots. ``dormant`` has their streams if all are, while ``content`` is the same."""
-
-    content: tuple[bytes, bytes] = (b"", b"")  # the bytes of the slots and of their losses
-    dormant: StreamStates | None = None
-
-
 class RingReader(parts.RingParts):
     """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
     identity raises RingError.
@@ -172,10 +159,11 @@ class RingReader(parts.RingParts):
         self.inode = inode
         # The uid and the description of the stream in each slot of the stream table.
         self._known_streams: dict[int, tuple[int, parts.StreamDescription]] = {}
-        self._chunks: list[_Chunk] = []
+        # The chunks whose streams are all dormant: the bytes of their slots and losses, and these streams.
+        self._dormant: dict[int, tuple[tuple[bytes, bytes], StreamStates]] = {}
+        self._dormant_chunks: dict[int, StreamStates] = {}
+        self._dormant_streams: StreamStates = ()
         self._chunks_by_uid: dict[int, int] = {}
-        self._dormant: StreamStates = ()
-        self._dormant_chunks: tuple[StreamStates, ...] = ()
         self._known_signatures: dict[int, Signature] = {}
         self._known_sites: dict[int, Site | None] = {}
 
@@ -191,7 +179,7 @@ class RingReader(parts.RingParts):
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         written = self.count_records()
         words = self.read_live_words()
-        streams, torn_parts = self._read_streams(written, now_ns)
+        active_streams, torn_parts = self._read_streams(written, now_ns)
         faults = self.read_note(layout.FAULTS) or {}
         exception = self.read_note(layout.EXCEPTION) or None
         is_handled = exception is not None and bool(exception.get("is_handled"))
@@ -208,13 +196,13 @@ class RingReader(parts.RingParts):
             phase_s=parts.compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
             phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
             dropped=words[LiveWord.DROPPED],
-            streams=streams,
-            dormant_streams=self._dormant,
+            streams=(*active_streams, *self._dormant_streams),
+            active_streams=active_streams,
             dormant_chunks=self._dormant_chunks,
             exception=None if is_handled else exception,
             handled_exception=exception if is_handled else None,
             faults=tuple(map(str, faults.get("lines", ()))),
-            device_status=DeviceStatusState.from_number(words[LiveWord.DEVICE_STATUS]),
+            device_status=DeviceStatusState(words[LiveWord.DEVICE_STATUS]),
             device_entries=self._read_reported_devices(words),
             read_ns=now_ns,
             opened=words[LiveWord.OPENED],
@@ -223,7 +211,8 @@ class RingReader(parts.RingParts):
 
     def read_positions(self, now_ns: int) -> tuple[StreamStates, DeviceEntries]:
         """The positions of all streams, and of their devices: a part of what a snapshot has."""
-        streams, _ = self._read_streams(self.count_records(), now_ns)
+        active_streams, _ = self._read_streams(self.count_records(), now_ns)
+        streams = (*active_streams, *self._dormant_streams)
         return streams, self._read_reported_devices(self.read_live_words())
 
     def _read_reported_devices(self, words: tuple[int, ...]) -> DeviceEntries:
@@ -231,7 +220,7 @@ class RingReader(parts.RingParts):
         return self.read_device_entries() if is_reported else ()
 
     def _read_streams(self, written: int, now_ns: int) -> tuple[StreamStates, int]:
-        """All streams, dormant ones last, and how many were left out; ``written`` records exist."""
+        """The streams that are not dormant, and how many were left out; ``written`` records exist."""
         polled = self.read_live_word(LiveWord.RECORDS)
         # The newest record of each stream since the last poll, by uid.
         newest_records = {
@@ -243,21 +232,19 @@ class RingReader(parts.RingParts):
         slots = self._copy_bytes(self.streams.offset, slot_count * self.streams.slot.size)
         losses = self._copy_bytes(self.losses.offset, slot_count * self.losses.slot.size)
         chunk_count = -(-slot_count // _CHUNK_SLOTS)
-        self._chunks += [_Chunk() for _ in range(chunk_count - len(self._chunks))]
         called = {self._chunks_by_uid.get(uid) for uid in newest_records}
         active: list[StreamState] = []
         torn_count = 0
         has_changed = False
-        for number, chunk in enumerate(self._chunks[:chunk_count]):
+        for number in range(chunk_count):
             content = (
                 slots[number * _CHUNK_SLOT_BYTES : (number + 1) * _CHUNK_SLOT_BYTES],
                 losses[number * _CHUNK_LOSS_BYTES : (number + 1) * _CHUNK_LOSS_BYTES],
             )
-            if chunk.dormant is not None and chunk.content == content and number not in called:
+            known_content, _ = self._dormant.get(number, (None, ()))
+            if known_content == content and number not in called:
                 continue
-            has_changed |= chunk.dormant is not None
-            chunk.content = content
-            chunk.dormant = None
+            has_changed |= self._dormant.pop(number, None) is not None
             states = []
             first = number * _CHUNK_SLOTS
             for slot in range(first, min(first + _CHUNK_SLOTS, slot_count)):
@@ -271,12 +258,13 @@ class RingReader(parts.RingParts):
             if torn_count or not all(state.is_dormant for state in states):
                 active += states
             else:
-                chunk.dormant = tuple(states)
+                self._dormant[number] = content, tuple(states)
                 has_changed = True
-        if has_changed:
-            self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
-            self._dormant = tuple(itertools.chain.from_iterable(self._dormant_chunks))
-        return (*active, *self._dormant), torn_count
+        if has_changed:  # With thousands of streams, this takes as long as all the rest.
+            self._dormant_chunks = {n: states for n, (_, states) in sorted(self._dormant.items())}
+            chunks = self._dormant_chunks.values()
+            self._dormant_streams = tuple(itertools.chain.from_iterable(chunks))
+        return tuple(active), torn_count
 
     def _read_stream(
         self, slot: int, newest_records: dict[int, Record], now_ns: int
@@ -316,7 +304,7 @@ class RingReader(parts.RingParts):
             chain=chain,
             entered_s=parts.compute_age_s(now_ns, entered_ns),
             pending_s=pending_s,
-            loss=Loss(from_seq, LossReason.from_number(reason)) if from_seq else None,
+            loss=Loss(from_seq, LossReason(reason)) if from_seq else None,
             read_ns=now_ns,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from hangwatch.model.calls import Site
-from hangwatch.model.ranks import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, Place, ThreadStack
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,12 +120,10 @@ def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
     return find_user_frame(frames) or next(filter(is_installed_frame, frames), None)
 
 
-def find_lines(stack: ThreadStack | None) -> tuple[tuple[str, str, int], ...]:
-    """The file, the function and the line of each of a thread's Python frames."""
-    if stack is None:
-        return ()
-    frames = [frame for frame in stack.frames if not _is_native(frame.file)]
-    return tuple((frame.file, frame.function, frame.line) for frame in frames)
+def find_lines(stack: ThreadStack | None) -> tuple[Place, ...]:
+    """The places of a thread's Python frames."""
+    frames = () if stack is None else stack.frames
+    return tuple(frame.place for frame in frames if not _is_native(frame.file))
 
 
 def is_installed_frame(frame: Frame) -> bool:

@@ -115,10 +115,10 @@ class FunctionTime:
     library: bool
     samples: int  # the samples in the function and in what it calls
     own: int  # the samples in its own lines
-    lines: tuple[LineTime, ...] = field(default_factory=tuple)  # the most frequent ones
+    lines: tuple[LineTime, ...] = ()  # the most frequent ones
     # The most frequent innermost frame, if the function is a library's.
     innermost: Frame | None = None
-    children: tuple[FunctionTime, ...] = field(default_factory=tuple)
+    children: tuple[FunctionTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

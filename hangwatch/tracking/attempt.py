@@ -282,7 +282,7 @@ class Attempt:
         key = stream.group.key
         state = self._group_states.get(key)
         if state is None:
-            state = self._group_states[key] = GroupState(key=key)
+            state = self._group_states[key] = GroupState(key=key, size=len(key[2]))
             self.streams_by_group[key] = state.members
             if stream.group.foreign:
                 self.foreign_states[key] = state
@@ -492,7 +492,11 @@ class Attempt:
     @property
     def awaits_calls(self) -> bool:
         """Whether calls that were requested from members of a diverged group are outstanding."""
-        return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
+        for key in self.diverged_groups:
+            sides = self._group_states[key].streams_by_side.values()
+            if not all(stream.answered for stream in sides):
+                return True
+        return False
 
     def record_hashes(self, stream: CallStream, report: Hashes) -> None:
         """Records running hashes of a stream's calls and detects a divergence between the members of its
@@ -545,17 +549,14 @@ class Attempt:
         theirs = other.hashes_by_seq
         common = ours.keys() & theirs.keys()
         equal = {seq for seq in common if ours[seq] == theirs[seq]}
-        different = common - equal
-        if different:
+        last = min(common - equal, default=inf)
+        first = max([seq for seq in equal if seq < last], default=0)
+        if last < inf:
             self.has_urgent_changes |= id(sending) not in self.diverged_channels
             self.diverged_channels[id(sending)] = sending
-            last: float = min(different)
-            first = max([seq for seq in equal if seq < last], default=0)
             kept_count = MAX_PINNED_PAIRS
         else:
             self.diverged_channels.pop(id(sending), None)
-            last = inf
-            first = max(equal, default=0)
             kept_count = NEWEST_KEPT
         for end in (stream, other):
             pairs = [pair for pair in end.reported_hashes if first <= pair[0] <= last]

@@ -37,7 +37,6 @@ REFERENCES_KEPT, REFERENCES_KEPT_PER_MEMBER = 16, 2
 # If a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
 
-
 # The calls of at most this many members (one for each distinct hash) are requested after a divergence,
 # and only within this time.
 MAX_REQUESTED_SIDES = 4
@@ -240,7 +239,7 @@ class GroupState:
     """The members of a process group with their streams, and the running hashes they share."""
 
     key: GroupKey
-    size: int = field(init=False)  # the number of all members, reporting or not
+    size: int  # the number of all members, reporting or not
     members: StreamsByRank = field(default_factory=dict)
     # The members of a foreign group that are ranks of other attempts, by `OutsideMember`.
     outside: StreamsByRank = field(default_factory=dict)
@@ -261,9 +260,6 @@ class GroupState:
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     closed_count: int = 0  # members whose stream is closed
     has_losses: bool = False  # some member's calls are not completely recorded
-
-    def __post_init__(self) -> None:
-        self.size = len(self.key[2])
 
     @property
     def diverged(self) -> bool:
@@ -346,11 +342,6 @@ class GroupState:
             return False
         self.streams_by_side[value] = stream
         return True
-
-    @property
-    def awaits_calls(self) -> bool:
-        """Whether some requested calls have not arrived yet."""
-        return any(not stream.answered for stream in self.streams_by_side.values())
 
     def remove_member(self, rank: int) -> None:
         """Removes a rank whose process was replaced: the new process counts calls from 1 again, and

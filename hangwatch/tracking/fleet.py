@@ -238,8 +238,7 @@ class Fleet:
                     attempt.record_call_time(now, reports.previously_seen_at)
                 else:
                     reports.last_seen_at = now
-                if attempt.last_seen_at != now:
-                    attempt.mark_seen(now)
+                attempt.mark_seen(now)
         all_known = True
         tenant = get_tenant(beat.agent)
         for update in beat.processes:

@@ -150,7 +150,10 @@ class ForeignGroups:
                 peer = stream.member_peer
                 if peer is not None:
                     rank = view.ranks[peer] if peer < len(view.ranks) else -1
-                    _move_channel(process, stream, rank)
+                    if rank != stream.peer:  # as far as it is known by now
+                        forget_channel(process, stream)
+                        stream.peer = rank
+                        _add_channel(process, stream)
                 if stream.group_state is not None:
                     states[id(stream.group_state)] = (attempt, stream.group_state)
                 if is_current:
@@ -237,14 +240,6 @@ def forget_channel(process: Process, stream: CallStream) -> None:
     others = [other for other in process.channels.pop(key, ()) if other is not stream]
     if others:
         process.channels[key] = others
-
-
-def _move_channel(process: Process, stream: CallStream, peer: int) -> None:
-    """Gives a stream of a foreign group the rank of its peer, as far as it is known by now."""
-    if peer != stream.peer:
-        forget_channel(process, stream)
-        stream.peer = peer
-        _add_channel(process, stream)
 
 
 def _add_channel(process: Process, stream: CallStream) -> None:

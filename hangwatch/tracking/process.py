@@ -114,18 +114,6 @@ class MessageMark:
     enqueued: Mapping[int, int]  # the counters by stream uid; empty: they were not read since
 
 
-def _limit_thread(thread: ThreadStack, max_frames: int) -> ThreadStack:
-    """The thread with at most so many frames, the innermost ones, and texts of bounded length."""
-    return replace(
-        thread,
-        thread=thread.thread[:MAX_FUNCTION_CHARS],
-        frames=tuple(map(_limit_frame, thread.frames[:max_frames])),
-        error=thread.error and thread.error[:MAX_FILE_CHARS],
-        awaited_by=thread.awaited_by[:MAX_IDS_KEPT],
-        called_uids=thread.called_uids[:MAX_IDS_KEPT],
-    )
-
-
 def _limit_frame(frame: Frame) -> Frame:
     texts = (frame.file, frame.text or "", frame.handler or "", frame.polls or "")
     is_short = max(map(len, texts)) <= MAX_FILE_CHARS
@@ -175,8 +163,17 @@ class StackSample:
         frame_count = 0
         for thread in reply.threads[:MAX_THREADS_KEPT]:
             max_frames = min(MAX_FRAMES_KEPT, MAX_SAMPLE_FRAMES - frame_count)
-            threads.append(_limit_thread(thread, max_frames))
-            frame_count += len(threads[-1].frames)
+            innermost = tuple(map(_limit_frame, thread.frames[:max_frames]))
+            frame_count += len(innermost)
+            limited = replace(
+                thread,
+                thread=thread.thread[:MAX_FUNCTION_CHARS],
+                frames=innermost,
+                error=thread.error and thread.error[:MAX_FILE_CHARS],
+                awaited_by=thread.awaited_by[:MAX_IDS_KEPT],
+                called_uids=thread.called_uids[:MAX_IDS_KEPT],
+            )
+            threads.append(limited)
         return cls(
             source=reply.source[:MAX_FUNCTION_CHARS],
             taken_at=now - reply.taken_s,

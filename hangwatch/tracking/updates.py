@@ -37,8 +37,7 @@ def apply_process_update(process: Process, update: ProcessUpdate, now: float) ->
             object.__setattr__(update.identity, name, intern(getattr(update.identity, name)))
         attempt.replace_identity(process, update.identity)
     process.reports.last_seen_at = process.reports.updated_at = now
-    if attempt.last_seen_at != now:
-        attempt.mark_seen(now)
+    attempt.mark_seen(now)
     if update.lifecycle != process.lifecycle:
         attempt.has_initialised |= update.lifecycle >= Lifecycle.INITIALISING
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
@@ -105,7 +104,7 @@ def _apply_streams(process: Process, update: ProcessUpdate, now: float) -> bool:
     attempt, streams = process.attempt, process.streams
     losses = {}
     for uid, from_seq, reason in update.losses:
-        losses[uid] = Loss(from_seq, LossReason.from_number(reason))
+        losses[uid] = Loss(from_seq, LossReason(reason))
         if uid in streams:
             attempt.record_loss(process, streams[uid], losses[uid])
     for uid, from_seq in update.retractions:

@@ -19,7 +19,8 @@ class ProcessView(NamedTuple):
 def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:
     """The ring of a process that is initialised, with ``fields`` changed."""
     defaults: dict[str, Any] = {"lifecycle": int(Lifecycle.INITIALISED), "pulse_s": 0.01}
-    return RingSnapshot(streams=streams, **{**defaults, **fields})
+    defaults |= {"streams": streams, "active_streams": streams}
+    return RingSnapshot(**{**defaults, **fields})
 
 
 def encode_exception(exception: ExceptionInfo, raised_at: float) -> dict[str, Any]:

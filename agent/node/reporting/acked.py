@@ -58,7 +58,7 @@ class AckedState:
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
     # The dormant streams that were reported, see `RingSnapshot`.
-    dormant_chunks: tuple[StreamStates, ...] = ()
+    dormant_chunks: Mapping[int, StreamStates] = field(default_factory=dict)
     check_entries: int = 0  # the last entry of the check table that the last update had
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
     # The retractions that were reported last, by stream uid

@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 from hangwatch.model.calls import Call, StreamKind
@@ -213,9 +212,9 @@ def _compose_stream_fields(
     """
     # A dormant stream is reported once, and when the process exits.
     states = list(ring.active_streams)
-    reported_chunks = before.dormant_chunks if last_calls is None else ()
-    for chunk, reported_chunk in zip_longest(ring.dormant_chunks, reported_chunks):
-        if chunk is not reported_chunk and chunk is not None:
+    reported_chunks = before.dormant_chunks if last_calls is None else {}
+    for number, chunk in ring.dormant_chunks.items():
+        if chunk is not reported_chunks.get(number):
             states += [state.update_ages(now_ns) for state in chunk]
     streams = []
     losses = []

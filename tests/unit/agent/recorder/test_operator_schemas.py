@@ -9,7 +9,7 @@ from hangwatch.agent.recorder.calls import (
     describe_unknown_operator,
     iter_communicating_operators,
 )
-from hangwatch.model.operators import OPERATORS, MustMatch, P2pRole
+from hangwatch.model.operators import OPERATORS, MustMatch
 
 GROUP = "__torch__.torch.classes.c10d.ProcessGroup process_group"
 REDUCE_OP = "__torch__.torch.classes.c10d.ReduceOp reduce_op"
@@ -43,9 +43,9 @@ def test_unknown_collective() -> None:
 def test_unknown_point_to_point_operators() -> None:
     schema = parse_schema(f"c10d::put(Tensor tensor, {GROUP}, int dst) -> ()")
     put = describe_unknown_operator("put", schema)
-    assert (put.p2p_role, put.returns_work) == (P2pRole.SEND, False)
+    assert (put.p2p_role, put.returns_work) == ("send", False)
     assert CallReader(put, schema, lambda boxed, caller: None)._peer_index == 2
     schema = parse_schema(f"c10d::take_(Tensor tensor, {GROUP}, int src, int tag) -> {WORK}")
     take = describe_unknown_operator("take_", schema)
-    assert (take.p2p_role, take.returns_work) == (P2pRole.RECV, True)
+    assert (take.p2p_role, take.returns_work) == ("recv", True)
     assert CallReader(take, schema, lambda boxed, caller: None)._peer_index == 2

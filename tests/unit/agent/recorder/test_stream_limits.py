@@ -190,14 +190,15 @@ def test_dormant_streams_are_not_read_again(watched: WatchedGroups) -> None:
     later_ns = watched.newest_ns + int(2 * DORMANT_AFTER_S * SECOND_NS)
     first = watched.read_snapshot(later_ns)
     second = watched.read_snapshot(later_ns + SECOND_NS)
-    assert len(second.dormant_streams) == len(second.streams) == 501
-    assert second.dormant_streams is first.dormant_streams
+    assert len(second.streams) == 501
+    assert sum(map(len, second.dormant_chunks.values())) == 501
+    assert all(first.dormant_chunks[n] is chunk for n, chunk in second.dormant_chunks.items())
     assert second.active_streams == ()
     watched.make_call(channels[250])
     third = watched.reader.read_snapshot(watched.newest_ns)  # from its record alone
     assert {s.tag for s in third.streams if s.entered == 2} == {250}
-    chunks = zip(second.dormant_chunks, third.dormant_chunks, strict=True)
-    assert sum(before is not after for before, after in chunks) == 1
+    chunks = second.dormant_chunks.items()
+    assert sum(third.dormant_chunks.get(n) is not chunk for n, chunk in chunks) == 1
     fourth = watched.read_snapshot(later_ns)
     assert {s.tag for s in fourth.streams if s.entered == 2} == {250}
 
@@ -218,7 +219,7 @@ def test_ages_of_dormant_streams_are_updated_when_they_are_reported(
     make_dormant_channels(watched, 20)
     later_ns = watched.newest_ns + int(2 * DORMANT_AFTER_S * SECOND_NS)
     watched.read_snapshot(later_ns)
-    (state, *_) = watched.read_snapshot(later_ns + 100 * SECOND_NS).dormant_streams
+    (state, *_) = watched.read_snapshot(later_ns + 100 * SECOND_NS).dormant_chunks[0]
     assert state.update_ages(later_ns + 100 * SECOND_NS).entered_s == pytest.approx(
         state.entered_s + 100
     )
@@ -231,5 +232,5 @@ def test_age_of_the_newest_call_grows_while_all_streams_are_dormant(
     first = watched.read_snapshot(watched.newest_ns + SECOND_NS)
     assert first.get_newest_call_s() == pytest.approx(1.0, abs=0.01)
     second = watched.read_snapshot(watched.newest_ns + 60 * SECOND_NS)
-    assert second.dormant_streams is first.dormant_streams
+    assert second.dormant_chunks[0] is first.dormant_chunks[0]
     assert second.get_newest_call_s() == pytest.approx(60.0, abs=0.01)

@@ -9,7 +9,6 @@ import pytest
 from hangwatch.model.calls import Signature
 from hangwatch.performance.distributions import (
     DurationHistogram,
-    bus_factor,
     compute_bandwidths,
     full_size,
     is_even_split,
@@ -50,7 +49,6 @@ def test_bandwidths_are_those_of_nccl_tests(
     op: str, recorded: int, size: int, factor: float
 ) -> None:
     assert full_size(op, recorded, 8) == size
-    assert bus_factor(op, 8) == factor
     assert compute_bandwidths(op, 8, 4e9, 2.0) == (2.0, 2.0 * factor)
 
 

@@ -277,10 +277,9 @@ def test_loss_is_reported_once_and_again_after_a_resync() -> None:
 
 def test_dormant_streams_are_reported_once_and_with_their_present_age() -> None:
     state = replace(make_stream_state(5, 5, entered_s=1.0), read_ns=NOW_NS)
-    chunk = (state,)
     view = make_view(state)
     assert view.snapshot is not None
-    snapshot = replace(view.snapshot, dormant_streams=chunk, dormant_chunks=(chunk,))
+    snapshot = replace(view.snapshot, active_streams=(), dormant_chunks={0: (state,)})
     view = view._replace(snapshot=snapshot)
     later_ns = NOW_NS + 100 * SECOND_NS
     update, acked = compose_next_update(view, None, later_ns)
