@@ -129,8 +129,7 @@ def _start_recording(
         if _lost_before is not None:
             current.recorder.groups.mark_incomplete(_lost_before)
         kernels.set_recorder(current.recorder)
-        setup = current.setup_recorder
-        origin_tracker.set_listeners(setup.enter_creation, setup.leave_creation)
+        origin_tracker.set_recorder(current.setup_recorder)
         # The function returns False; Dynamo sees a constant True in its place.
         hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
         hangwatch._watcher = UserAnnotations(current)
@@ -240,7 +239,7 @@ def _reset_after_fork() -> None:
     _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
     current_rank = None
     kernels.set_recorder(None)
-    origin_tracker.clear_listeners()
+    origin_tracker.set_recorder(None)
     hangwatch._watcher = None
     faults.set_listener(None)
 
