@@ -43,8 +43,9 @@ def set_recorder(recorder: Recorder | None) -> None:
     if recorder.groups.streams:  # calls that were made since it was detached are lost
         recorder.groups.mark_incomplete(LossReason.LATE)
     register_operators()
-    if recorder.native is not None:
-        recorder.native.start_recording()
+    native = recorder.native
+    if native is not None:
+        native.lib.hw_set_current_recorder(native.recorder)
 
 
 def register_operators() -> None:
@@ -67,7 +68,7 @@ def track_batches() -> None:
 def _begin_batch(_pg: Any, _args: faults.Arguments, _kwargs: faults.KeywordArguments) -> None:
     recorder = get_recorder()
     if recorder is not None and recorder.native is not None:
-        recorder.native.begin_batch()
+        recorder.native.gil_lib.hw_begin_batch()
     else:
         current_batch.began_ns = monotonic_ns()
 
