@@ -14,7 +14,6 @@ object. Their Works are held until the next call or poll finds them complete.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import mmap
 import threading
@@ -24,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from types import FunctionType
 from typing import Any
 
 from hangwatch.model.calls import CHAIN_BASE, UINT64_MASK, LossReason, unchain
@@ -39,7 +37,6 @@ from hangwatch.ring.layout import (
 
 from . import faults
 from .callers import inspect_thread
-from .dynamo import run_uncompiled
 from .writer import RingWriter
 
 # Unfinished calls of a stream that are kept to find their completion. A finished one is dropped at
@@ -356,12 +353,3 @@ class DroppableWork:
                 self.boxed = None
         except Exception as error:  # our error: the job's object is deleted all the same
             faults.record_fault("dropping a Work", error)
-
-
-@functools.cache
-def find_holding_file() -> str:
-    """The file of torch's functions whose local variables hold the Work until they return."""
-    from torch.distributed import distributed_c10d as c10d
-
-    function: FunctionType = run_uncompiled(inspect.unwrap, c10d.isend)
-    return function.__code__.co_filename
