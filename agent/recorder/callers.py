@@ -14,7 +14,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -38,6 +37,10 @@ _STDLIB = sysconfig.get_path("stdlib")
 _STDLIB_PREFIXES = (f"{_STDLIB}/", f"{sysconfig.get_path('platstdlib')}/")
 _LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")
 _OWN_DIR = os.path.join(os.path.dirname(__file__), "")
+_MACHINERY_PREFIXES = (
+    os.path.join(os.path.dirname(torch.__file__), ""), _OWN_DIR, str(hangwatch.__file__),
+    "<frozen ", "<eval_with_key>", "<torch_package",
+)  # fmt: skip
 _NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
 _call_function: Callable[..., Any] = operator.methodcaller("__call__")
 
@@ -152,12 +155,6 @@ class CallSites:
         self._origins: dict[int, tuple[int, CodeType]] = {}
         # The site's number by the id of its code, its last instruction, and the code's origin.
         self._site_numbers: dict[tuple[int, int, int], int] = {}
-        self._machinery_prefixes = (
-            f"{Path(torch.__file__).parent}/",
-            f"{Path(__file__).resolve().parent}/",
-            str(hangwatch.__file__),
-            "<frozen ", "<eval_with_key>", "<torch_package",
-        )  # fmt: skip
 
     def get_cached_site(self, frame: FrameType) -> int:
         """A faster `find_site`: it returns 0 if the frame is not the user's, or its site is new."""
@@ -204,7 +201,7 @@ class CallSites:
         file = code.co_filename
         # Code without a file was made by ``exec``. In ``python -c``, it is the user's program.
         is_generated = file.startswith("<") and hasattr(sys.modules.get("__main__"), "__file__")
-        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
+        if file.startswith(_MACHINERY_PREFIXES) or "torchinductor_" in file:
             origin = _MACHINERY
         elif is_generated or any(part in file for part in _LIBRARY_PARTS):
             origin = _LIBRARY

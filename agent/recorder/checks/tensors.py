@@ -157,13 +157,11 @@ class TensorArguments:
     must be equal on every rank, by their positions in the schema of this torch.
     """
 
-    def __init__(self, reader: CallReader, schema: Any) -> None:
-        spec = reader.spec
-        indices = {argument.name: index for index, argument in enumerate(schema.arguments)}
-        self.name = schema.name.partition("::")[2]
+    def __init__(self, reader: CallReader, name: str) -> None:
+        self.name = name  # the operator's
         self._reader = reader
-        self.input_index = indices.get(spec.input_arg, -1)
-        self.replicated_output_index = indices.get(spec.replicated_arg, -1)
+        self.input_index = reader.indices.get(reader.spec.input_arg, -1)
+        self.replicated_output_index = reader.indices.get(reader.spec.replicated_arg, -1)
         self.is_reduction = reader.reduce_op_index >= 0 and self.replicated_output_index >= 0
 
     def get_inputs(self, args: Arguments, track: GroupTrack) -> list[Any]:
