@@ -97,7 +97,7 @@ def _record_failure(
         return
     if outcome is FailureOutcome.UNKNOWN:
         stream.mark_incomplete(LossReason.RAISED, entered[1])
-    stream.fail_call(entered)
+    stream.finish_call(entered, has_raised=True)
 
 
 def can_communicate(keyset: Any) -> bool:

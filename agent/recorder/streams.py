@@ -179,8 +179,10 @@ class StreamRecorder:
         works = self.pending_works
         return is_in_torch and bool(works) and works[-1][0][4] == former_thread
 
-    def finish_call(self, call: EnteredCall) -> None:
-        """Records that a call was complete when it returned."""
+    def finish_call(self, call: EnteredCall, *, has_raised: bool = False) -> None:
+        """Records that a call was complete when it returned, or raised an exception."""
+        if has_raised:
+            self.ring.add_flags(call[2], RecordFlag.RAISED)
         self.ring.record_completion(call[2], monotonic_ns())
         newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
@@ -223,11 +225,6 @@ class StreamRecorder:
                 return work
         return None
 
-    def fail_call(self, call: EnteredCall) -> None:
-        """Records that the call raised an exception, and so waits no longer."""
-        self.ring.add_flags(call[2], RecordFlag.RAISED)
-        self.finish_call(call)
-
     def retract_call(self, call: EnteredCall) -> None:
         """Takes back a call that raised an exception before it communicated: the next one gets its
         number. If another thread has made that one already, the numbers are not certain any more.
@@ -235,7 +232,7 @@ class StreamRecorder:
         seq, index = call[1], call[2]
         if self.entered != seq:
             self.mark_incomplete(LossReason.RAISED, seq)
-            self.fail_call(call)
+            self.finish_call(call, has_raised=True)
             return
         self._seq_counter = itertools.count(seq)
         self.entered = seq - 1

@@ -200,24 +200,20 @@ class CallChecker:
         self._check_outputs(pending)
 
     def _check_outputs(self, pending: PendingCheck) -> None:
+        call, tensors = pending.call, pending.tensors
         with examine.DispatchBypass():
             if pending.needs_checksum:
-                checksum = examine.compute_checksum(pending.tensors)
+                checksum = examine.compute_checksum(tensors)
                 if checksum is not None:
                     flags = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
-                    self.table.write_check(pending.call, flags, checksum=checksum)
+                    self.table.write_check(call, flags, checksum=checksum)
             if pending.needs_overflow_check:
-                nan, inf = examine.count_nonfinite(pending.tensors)
+                nan, inf = examine.count_nonfinite(tensors)
                 self.nonfinite.record_call(
-                    pending.call,
-                    nan,
-                    inf,
-                    pending.tensors,
-                    output=True,
-                    is_sampled=pending.is_sampled,
+                    call, nan, inf, tensors, output=True, is_sampled=pending.is_sampled
                 )
             if pending.needs_stats:
-                self._record_stats(pending.call, pending.tensors, output=True)
+                self._record_stats(call, tensors, output=True)
 
     def _record_stats(self, call: CheckedCall, tensors: list[Any], *, output: bool) -> None:
         result = examine.compute_stats(tensors)

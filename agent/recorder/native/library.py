@@ -193,9 +193,6 @@ class NativeStreamRecorder(StreamRecorder):
         native_call = _NativeCall(self.handle, *call[1:])
         self._native.lib.hw_finish_call(self._native.recorder, native_call, has_raised)
 
-    def fail_call(self, call: EnteredCall) -> None:
-        self.finish_call(call, has_raised=True)
-
     def retract_call(self, call: EnteredCall) -> None:
         native_call = _NativeCall(self.handle, *call[1:])
         self._native.lib.hw_retract_call(self._native.recorder, native_call)
