@@ -265,7 +265,7 @@ class NonfiniteReporter:
             self.runs.clear()
         run = self.runs.setdefault(key, _NonfiniteRun(call.seq, self.scaling.rounds))
         run.call_count += 1
-        is_scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
+        is_scaled = self.scaling.is_active or any(t.dtype is torch.float16 for t in tensors)
         if inf and (is_scaled or has_half_precision(tensors)):
             self._overflow_count += 1
         rounds = self.scaling.rounds - run.first_round

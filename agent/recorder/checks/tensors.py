@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 18
 _BYPASSED_KEYS = (
     _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 ).remove(DispatchKey.BackendSelect)
-_HALF_PRECISION_DTYPES = ("torch.float16", "torch.bfloat16")
+_HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 # The reduce ops whose result is non-finite if an input has an Inf: SUM, AVG, PRODUCT, PREMUL_SUM.
 # Inputs of MIN and MAX may legally be Inf.
 _SUMMING_OPS = frozenset({0, 1, 2, 8})
@@ -131,7 +131,7 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
 
 def has_half_precision(tensors: list[Any]) -> bool:
     """Whether any tensor has a 16-bit type, in which sums often overflow."""
-    return any(str(t.dtype) in _HALF_PRECISION_DTYPES for t in tensors)
+    return any(tensor.dtype in _HALF_PRECISION_DTYPES for tensor in tensors)
 
 
 def _clamp_to_finite(value: float) -> float:

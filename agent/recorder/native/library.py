@@ -108,16 +108,15 @@ class NativeLibrary:
                 function.restype = result
                 function.argtypes = arguments
         self.recorder: int | None = None
-        self._ring_buffers: list[Any] = []
         self._fault_count = 0
         self.lib.hw_initialize_library(get_frame_layout() or FrameLayout())
 
     def attach_ring(self, ring: RingWriter) -> None:
         """Makes the library's recorder for ``ring``, which records once it is the current one."""
         base = ctypes.c_char.from_buffer(ring.map)
-        # The ring is never unmapped: backends may record completions while the interpreter exits.
+        # The ring is never unmapped: threads may still write into it when another one is attached,
+        # and backends may record completions while the interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
-        self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self.recorder = self.lib.hw_create_recorder(
             ctypes.byref(base), RECORDS.offset, RECORDS.count
         )
