@@ -43,8 +43,9 @@ def set_recorder(recorder: Recorder | None) -> None:
     if recorder.groups.streams:  # calls that were made since it was detached are lost
         recorder.groups.mark_incomplete(LossReason.LATE)
     register_operators()
-    if recorder.native is not None:
-        recorder.native.start_recording()
+    native = recorder.native
+    if native is not None:
+        native.lib.hw_set_current_recorder(native.recorder)
 
 
 def register_operators() -> None:
@@ -67,7 +68,7 @@ def track_batches() -> None:
 def _begin_batch(_pg: Any, _args: faults.Arguments, _kwargs: faults.KeywordArguments) -> None:
     recorder = get_recorder()
     if recorder is not None and recorder.native is not None:
-        recorder.native.begin_batch()
+        recorder.native.gil_lib.hw_begin_batch()
     else:
         current_batch.began_ns = monotonic_ns()
 
@@ -89,29 +90,29 @@ class KernelRegistry:
 
     def register_new_operators(self) -> None:
         """Raises RuntimeError if torch refuses a kernel."""
-        for operator in iter_communicating_operators():
-            if operator.name in self._registered:
+        for name, overload, spec in iter_communicating_operators():
+            if name in self._registered:
                 continue
-            self._registered.add(operator.name)
+            self._registered.add(name)
+            schema = overload._schema
             if self._native is not None:
-                read_reduce_op = self._native.read_planned_reduce_op
-                reader = CallReader(operator.spec, operator.schema, read_reduce_op)
-                signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
+                reader = CallReader(spec, schema, self._native.read_planned_reduce_op)
+                signature = str(schema).partition("::")[2].rpartition("->")[0]
                 self._define(f"{signature}-> int[]", make_planner(reader))
                 # Each size of a split is compared with a size on another rank.
                 self._native.register_operator(
-                    operator.name, compares_all_tensors=operator.spec.split_args is not None
+                    name, compares_all_tensors=spec.split_args is not None
                 )
                 continue
-            reader = CallReader(operator.spec, operator.schema)
+            reader = CallReader(spec, schema)
             checked = None
             if self._with_checks:
                 from .checks.tensors import TensorArguments  # most jobs need not load it
 
-                arguments = TensorArguments(reader, operator.schema)
+                arguments = TensorArguments(reader, name)
                 checked = arguments if arguments.input_index >= 0 else None
-            kernel = make_kernel(reader, operator.overload, checked)
-            self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
+            kernel = make_kernel(reader, overload, checked)
+            self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""
