@@ -1,4 +1,4 @@
-"""A job that makes 30,000 calls needs no more memory for it, and what then happens is still found.
+"""A job that makes 20,000 calls needs no more memory for it, and what then happens is still found.
 
 ``LONG_JOB_CALLS=100000`` makes as many calls.
 """
@@ -20,7 +20,7 @@ from tests.simulation.waiting import wait_for_value, wait_until
 
 PROGRAM = Path(__file__).with_name("long_program.py")
 RANKS, MOST_EXTRA_CALLS = 3, 3000
-CALLS = int(os.environ.get("LONG_JOB_CALLS", "30000"))
+CALLS = int(os.environ.get("LONG_JOB_CALLS", "20000"))
 # Each run draws the fault, its place and the recorder again; the failure's text has the seed.
 SEED = int(os.environ.get("LONG_JOB_SEED", random.randrange(1000)))
 CASES = [

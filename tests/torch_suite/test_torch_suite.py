@@ -14,7 +14,7 @@ from tests.harness import native
 
 from .comparison import compare_tests, format_summary, list_tests
 
-SHARES = 8
+SHARES = 12
 # Each run takes another share and recorder; the failure's text has the seed, by which they can be repeated.
 SEED = int(os.environ.get("TORCH_SUITE_SEED", random.randrange(1000)))
 
