@@ -71,7 +71,6 @@ class SignedClient:
     """
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
-        self.target = target
         self._timeout_s = timeout_s
         # The credential signs requests, so that the token itself is not sent.
         self._credential = Credential.from_token(target.token) if target.token else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +19,13 @@ from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, al
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, AbortReply, CallsReply, StackReply
 from hangwatch.ring.reader import Caller
 
-from ...transport.client import ServerTarget, SignedClient, TransportError
+from ...transport.client import ServerTarget, SignedClient
 from ..discovery.watched import WatchedByKey, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder, refuse_reading
 from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler, make_stack_reply
-from ..system.runtime import AgentLog, OrderWorker
+from ..system.runtime import AgentLog
 from .recordings import RecordingOrder, RecordingWorker
 from .traces import UNKNOWN_PROCESS, TraceRequests
 
@@ -179,74 +181,84 @@ def find_faulthandler_registration(process: WatchedProcess) -> FaulthandlerRegis
     return FaulthandlerRegistration.from_identity(process.snapshot.identity)
 
 
-class CommandPoll(OrderWorker[tuple[ServerTarget, float], tuple[Command, ...]]):
+class CommandPoll:
     """A thread that keeps one request open while the server permits it, so that commands need not wait
-    for the reply to the next heartbeat. An order is the server, and for how many seconds it waits.
+    for the reply to the next heartbeat. ``wake`` is called when `take_commands` has something.
     """
 
     def __init__(self, agent: str, wake: Callable[[], None]) -> None:
-        super().__init__("commands", wake, max_waiting=1)
         self._body = json.dumps({"agent": agent}).encode()
-        self._permitted: tuple[ServerTarget, float] | None = None
-        self._is_open = False
-        # The thread sets these.
-        self._client: SignedClient | None = None
-        self._next_at = 0.0
+        self._target: ServerTarget | None = None  # the server that permitted it last
+        self._client: SignedClient | None = None  # used by the thread
+        self._wake = wake
+        self._wait_s = 0.0
+        self._is_permitted = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def permit(self, wait_s: float | None, target: ServerTarget) -> None:
         """The server waits up to ``wait_s`` seconds for commands; None: it does not."""
-        self._permitted = None if wait_s is None else (target, wait_s)
-        self._open_request()
-
-    def _open_request(self) -> None:
-        if self._permitted is not None and not self._is_open:
-            self._is_open = self.submit_order(self._permitted)
+        if wait_s is None:
+            self._is_permitted.clear()
+            return
+        self._wait_s = wait_s
+        self._target = target
+        self._is_permitted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
+            self._thread.start()
 
     def take_commands(self) -> list[Command]:
         if self._client is not None:
             self._client.enforce_deadline()
-        taken: list[Command] = []
-        for commands in self.take_results():
-            taken += commands
-            self._is_open = False
-        self._open_request()
-        return taken
+        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
 
     def close(self) -> None:
-        self._permitted = None
-        if self._client is not None:
-            self._client.abort()
+        self._closing.set()
+        self._is_permitted.set()
+        if self._thread is not None:
+            if (client := self._client) is not None:
+                client.abort()
+            self._thread.join(1.0)
 
-    def execute_order(self, order: tuple[ServerTarget, float]) -> tuple[Command, ...]:
-        time.sleep(max(0.0, self._next_at - time.monotonic()))
-        if self._permitted is None:
-            return ()
-        target, wait_s = order
-        if self._client is None or self._client.target is not target:
-            if self._client is not None:
-                self._client.close()
-            self._client = SignedClient(target, _POLL_TIMEOUT_S)
-        began_at, began_cpu_s = time.monotonic(), time.thread_time()
-        try:
-            reply = self._client.send_request(
-                "POST",
-                COMMANDS_PATH,
-                self._body,
-                {"Content-Type": "application/json"},
-                read_timeout_s=wait_s + _POLL_TIMEOUT_S,
-            )
-            commands = codec.decode_commands(reply.parse_json()["commands"])
-        finally:
+    def _run(self) -> None:
+        target = client = None
+        while True:
+            self._is_permitted.wait()
+            if self._closing.is_set():
+                break
+            if client is None or self._target is not target:
+                if client is not None:
+                    client.close()
+                target = self._target
+                assert target is not None  # `permit` has set it
+                self._client = client = SignedClient(target, _POLL_TIMEOUT_S)
+            commands: tuple[Command, ...] | None = None
+            began_at, began_cpu_s = time.monotonic(), time.thread_time()
+            with contextlib.suppress(Exception):  # no reply, or a malformed one
+                reply = client.send_request(
+                    "POST",
+                    COMMANDS_PATH,
+                    self._body,
+                    {"Content-Type": "application/json"},
+                    read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
+                )
+                if reply.status == 200:
+                    commands = codec.decode_commands(reply.parse_json()["commands"])
+            if commands is None or (commands and not client.is_server_known):
+                # The next reply to a heartbeat permits another attempt.
+                self._is_permitted.clear()
+            elif commands:
+                for command in commands:
+                    self._commands.put(command)
+                self._wake()
             pause_s = compute_pause_s(began_cpu_s)
-            self._next_at = max(time.monotonic() + pause_s, began_at + _MIN_POLL_INTERVAL_S)
-        if reply.status != 200 or (commands and not self._client.is_server_known):
-            raise TransportError("these commands are not executed")
-        return commands
-
-    def explain_failure(self, _: tuple[ServerTarget, float], error: str) -> tuple[Command, ...]:
-        """There are no valid commands: the next reply to a heartbeat permits another attempt."""
-        self._permitted = None
-        return ()
+            pause_s = max(pause_s, began_at + _MIN_POLL_INTERVAL_S - time.monotonic())
+            if self._closing.wait(pause_s):
+                break
+        if client is not None:
+            client.close()
 
 
 @dataclass(slots=True)
