@@ -124,9 +124,8 @@ class UserAnnotations:
     ) -> StreamRecorder | None:
         """The stream of a declared communicator; ``ranks`` None means all ranks."""
         streams = self._declared_streams
-        key = name, ranks
-        if key in streams:
-            return streams[key]
+        if (name, ranks) in streams:
+            return streams[name, ranks]
         if ranks is None:
             members = RankTuple(range(self._rank.world_size))
         else:
@@ -135,16 +134,16 @@ class UserAnnotations:
             group = Group(
                 name=name, desc=name, ranks=members, backend=DECLARED_BACKEND, generation=0
             )
-            streams[key] = self._rank.recorder.groups.open_stream_once(
+            streams[name, ranks] = self._rank.recorder.groups.open_stream_once(
                 streams, (name, members), StreamKind.COLLECTIVE, group
             )
         else:
-            streams[key] = None
+            streams[name, ranks] = None
             faults.record_message(
                 f"rank {self._rank.rank} makes calls of {name!r}, whose ranks are"
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
-        return streams[key]
+        return streams[name, ranks]
 
     def _write_phase(self) -> None:
         number, entered_ns, limit_ns = self._phases[-1] if self._phases else (0, 0, 0)

@@ -14,11 +14,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
-
-import torch
-from torch.distributed import distributed_c10d as c10d
 
 import hangwatch
 from hangwatch.model.operators import OPERATIONS, MustMatch
@@ -37,10 +35,6 @@ _STDLIB = sysconfig.get_path("stdlib")
 _STDLIB_PREFIXES = (f"{_STDLIB}/", f"{sysconfig.get_path('platstdlib')}/")
 _LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")
 _OWN_DIR = os.path.join(os.path.dirname(__file__), "")
-_MACHINERY_PREFIXES = (
-    os.path.join(os.path.dirname(torch.__file__), ""), _OWN_DIR, str(hangwatch.__file__),
-    "<frozen ", "<eval_with_key>", "<torch_package",
-)  # fmt: skip
 _NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
 _call_function: Callable[..., Any] = operator.methodcaller("__call__")
 
@@ -62,6 +56,8 @@ def find_quick_callers() -> dict[int, CodeType]:
 @functools.cache
 def find_logged_callers() -> dict[int, CodeType]:
     """The code of torch.distributed's functions that only torch's logger wraps, by its id."""
+    from torch.distributed import distributed_c10d as c10d
+
     codes = {}
     for function in vars(c10d).values():
         # isinstance would access a deprecated alias, which warns.
@@ -78,6 +74,8 @@ def find_named_reduce_ops() -> dict[int, int]:
     """The numbers of the reduce ops that are never deleted, such as ``ReduceOp.SUM``, by id. Others
     hold data of the job, such as the factor of a premultiplied sum.
     """
+    from torch.distributed import distributed_c10d as c10d
+
     members = c10d.ReduceOp.RedOpType.__members__.values()
     return {id(member): member.value for member in members}
 
@@ -90,6 +88,8 @@ def make_reduce_op_reader() -> ReduceOpReader:
     Reading the boxed object takes 1.7 microseconds. If the caller is one of torch.distributed's own
     functions, its argument ``op`` is read instead, in a tenth of that time.
     """
+    import torch
+
     names = [op for op, spec in OPERATIONS.items() if MustMatch.REDUCE_OP in spec.must_match]
     callers = {id(code): code for code in _find_codes(names) if "op" in code.co_varnames}
     numbers = find_named_reduce_ops()
@@ -138,6 +138,8 @@ def find_message_flag(caller: FrameType) -> int:
 
 def _find_codes(names: list[str]) -> list[CodeType]:
     """The code of torch.distributed's functions of these names, without their wrappers."""
+    from torch.distributed import distributed_c10d as c10d
+
     functions = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
     return [inspect.unwrap(function).__code__ for function in functions]
 
@@ -149,16 +151,24 @@ class CallSites:
         self, ring: RingWriter, on_origin: Callable[[int, int | None], None] | None = None
     ) -> None:
         """``on_origin(id(code), origin)`` is called for each new code object; None revokes all."""
+        import torch
+
         self._ring = ring
         self._on_origin = on_origin
         # The origin of each code object by its id, which is unique while the object is kept here.
         self._origins: dict[int, tuple[int, CodeType]] = {}
-        # The site's number by the id of its code, its last instruction, and the code's origin.
-        self._site_numbers: dict[tuple[int, int, int], int] = {}
+        self._site_numbers: dict[tuple[int, int], int] = {}
+        self._user_site_numbers: dict[tuple[int, int], int] = {}
+        self._machinery_prefixes = (
+            f"{Path(torch.__file__).parent}/",
+            f"{Path(__file__).resolve().parent}/",
+            str(hangwatch.__file__),
+            "<frozen ", "<eval_with_key>", "<torch_package",
+        )  # fmt: skip
 
     def get_cached_site(self, frame: FrameType) -> int:
         """A faster `find_site`: it returns 0 if the frame is not the user's, or its site is new."""
-        number = self._site_numbers.get((id(frame.f_code), frame.f_lasti, _USER), 0)
+        number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
         return number if number and self._ring.is_site_fresh(number) else 0
 
     def find_site(self, frame: FrameType | None) -> int:
@@ -170,19 +180,21 @@ class CallSites:
             cached = origins.get(id(code))
             origin = cached[0] if cached is not None else self._classify_code(code)
             if origin == _USER:
-                return self._intern_site(frame, origin)
+                number = self._intern_site(frame)
+                self._user_site_numbers[(id(code), frame.f_lasti)] = number
+                return number
             if origin == _LIBRARY and library is None:
                 library = frame
             frame = frame.f_back
-        return self._intern_site(library, _LIBRARY) if library is not None else 0
+        return self._intern_site(library) if library is not None else 0
 
     def is_user_code(self, code: CodeType) -> bool:
         cached = self._origins.get(id(code))
         origin = cached[0] if cached is not None else self._classify_code(code)
         return origin == _USER
 
-    def _intern_site(self, frame: FrameType, origin: int) -> int:
-        key = (id(frame.f_code), frame.f_lasti, origin)
+    def _intern_site(self, frame: FrameType) -> int:
+        key = (id(frame.f_code), frame.f_lasti)
         number = self._site_numbers.get(key, 0)
         if number and self._ring.is_site_fresh(number):
             return number
@@ -196,12 +208,13 @@ class CallSites:
         if len(self._origins) >= _MAX_CACHED:
             self._origins.clear()
             self._site_numbers.clear()
+            self._user_site_numbers.clear()
             if self._on_origin is not None:
                 self._on_origin(0, None)
         file = code.co_filename
         # Code without a file was made by ``exec``. In ``python -c``, it is the user's program.
         is_generated = file.startswith("<") and hasattr(sys.modules.get("__main__"), "__file__")
-        if file.startswith(_MACHINERY_PREFIXES) or "torchinductor_" in file:
+        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
             origin = _MACHINERY
         elif is_generated or any(part in file for part in _LIBRARY_PARTS):
             origin = _LIBRARY

@@ -13,6 +13,7 @@ import enum
 import os
 from _thread import get_ident
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -62,8 +63,7 @@ class CallReader:
         self, spec: OperatorSpec, schema: Any, read_reduce_op: ReduceOpReader | None = None
     ) -> None:
         self.spec = spec
-        self.indices: dict[str, int] = {}  # the positions of the arguments by their names
-        indices = self.indices
+        indices = {}
         tensor_indices = []
         for index, argument in enumerate(schema.arguments):
             indices[argument.name] = index
@@ -345,25 +345,35 @@ def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
     return tuple(row_count * elements_per_row for row_count in rows)
 
 
-def iter_communicating_operators() -> Iterator[tuple[str, Any, OperatorSpec]]:
-    """(name, torch._ops.OpOverload, entry) for each operator of torch's ``c10d`` library that takes a
-    process group, ordered by name. The name is without namespace: ``gather_`` or ``put.out``.
-    """
+@dataclass(frozen=True, slots=True)
+class TorchOperator:
+    """One overload of an operator. ``name`` is without namespace, as in ``gather_`` or ``put.out``."""
+
+    name: str
+    overload: Any  # a torch._ops.OpOverload
+    spec: OperatorSpec
+
+    @property
+    def schema(self) -> Any:
+        return self.overload._schema
+
+
+def iter_communicating_operators() -> Iterator[TorchOperator]:
+    """All operators of torch's ``c10d`` library that take a process group, ordered by name."""
     for qualified_name in sorted(torch._C._dispatch_get_all_op_names()):
         if not qualified_name.startswith(_NAMESPACE):
             continue
         name = qualified_name.removeprefix(_NAMESPACE)
         base_name, _, overload_name = name.partition(".")
         overload = getattr(getattr(torch.ops.c10d, base_name), overload_name or "default")
-        schema = overload._schema
-        if base_name in LOCAL_OPERATORS or _find_type(schema, _GROUP_TYPE) < 0:
+        if base_name in LOCAL_OPERATORS or _find_type(overload._schema, _GROUP_TYPE) < 0:
             continue
-        if any(argument.kwarg_only for argument in schema.arguments):
+        if any(argument.kwarg_only for argument in overload._schema.arguments):
             # A kernel gets such arguments by name, for which other operators must not pay.
-            faults.record_message(f"calls of {qualified_name} are not watched: {schema}")
+            faults.record_message(f"calls of {qualified_name} are not watched: {overload._schema}")
             continue
-        spec = OPERATORS.get(name) or describe_unknown_operator(base_name, schema)
-        yield name, overload, spec
+        spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
+        yield TorchOperator(name, overload, spec)
 
 
 def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns, thread_time_ns
@@ -31,7 +32,6 @@ from hangwatch.ring.layout import DEVICES, DeviceStatusState, LiveWord
 from hangwatch.ring.parts import DeviceEntry
 
 from . import faults
-from .group_origins import WeakTable
 from .groups import GroupTrack
 from .recorder import Recorder
 
@@ -47,7 +47,7 @@ _TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c1
 
 _torch_c10d: Any = _distributed_c10d  # some of its functions are only in some builds and releases
 _next_number = itertools.count()
-_numbers_by_group: WeakTable[int] = WeakTable()
+_numbers_by_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 Counters = tuple[int, int | None, int]  # enqueued, started (None: not counted), completed
 

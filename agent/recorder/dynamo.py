@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from torch._C import DisableTorchFunction
-from torch._C._dynamo import eval_frame
-
 _PACKAGE = "hangwatch"
-_set_callback: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 Result = TypeVar("Result")
 
 
 def exempt_own_code() -> None:
     """Makes Dynamo skip the code of our loaded modules; for what it calls, see `run_uncompiled`."""
+    from torch._C._dynamo import eval_frame
+
     skip_code: Any = getattr(eval_frame, "skip_code", None)  # torch 2.6 and earlier have it
     if skip_code is None:
         action = eval_frame._FrameAction
@@ -44,12 +42,13 @@ def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
     """Calls the function while Dynamo compiles nothing, not even what it calls outside this package,
     and the job's ``__torch_function__`` sees no access to tensors. Costs half a microsecond.
     """
-    callback = _set_callback(None)
+    set_callback, disable_torch_function = _load_switches()
+    callback = set_callback(None)
     try:
-        with DisableTorchFunction():
+        with disable_torch_function():
             return function(*args)
     finally:
-        _set_callback(callback)
+        set_callback(callback)
 
 
 def _iter_codes(values: Any, module_name: str) -> Iterator[CodeType]:
@@ -73,3 +72,16 @@ def _iter_nested_codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _iter_nested_codes(constant)
+
+
+@functools.cache
+def _load_switches() -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    """A function that replaces the thread's callback; a context without ``__torch_function__``."""
+    from torch._C import DisableTorchFunction
+
+    try:
+        from torch._C._dynamo import eval_frame
+
+        return eval_frame.set_eval_frame, DisableTorchFunction
+    except (ImportError, AttributeError):  # a torch without Dynamo
+        return lambda _: None, DisableTorchFunction

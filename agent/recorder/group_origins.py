@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -84,14 +84,6 @@ class RankedCreation(threading.local):
     depth = 0
 
 
-class CreationRecorder(Protocol):
-    """Records that groups are created, or given up if not ``returned``."""
-
-    def enter_creation(self, op: str, members: Group) -> Any: ...
-
-    def leave_creation(self, call: Any, returned: bool) -> None: ...
-
-
 class OriginTracker:
     """The origins of all process groups of this process."""
 
@@ -102,19 +94,31 @@ class OriginTracker:
         self._creation_counts: dict[str, int] = {}
         # Foreign groups that were created before this process was recorded.
         self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
-        self._recorder: CreationRecorder | None = None  # None while nothing is recorded
+        # The functions that record the creation of a group, while this process is recorded.
+        self._enter_creation: Callable[[str, Group], Any] | None = None
+        self._leave_creation: Callable[[Any, bool], None] | None = None
         # Called with a foreign group of several processes that this process has joined, while it is
         # not recorded.
         self.join_callback: Callable[[Group], None] | None = None
 
-    def set_recorder(self, recorder: CreationRecorder | None) -> None:
-        """Records the creation of foreign groups by ``recorder``, since others may wait for it."""
-        self._recorder = recorder
-        while recorder is not None and self._unannounced:
+    def set_listeners(
+        self,
+        enter_creation: Callable[[str, Group], Any],
+        leave_creation: Callable[[Any, bool], None],
+    ) -> None:
+        """``enter_creation(operation, group)`` is called before a foreign group is created, since others
+        may wait for it; ``leave_creation`` with the result when the group has been created (True) or was
+        given up (False).
+        """
+        self._enter_creation, self._leave_creation = enter_creation, leave_creation
+        while self._unannounced:
             origin = self._unannounced.popleft()
             if origin.group_ref is not None and origin.group_ref() is not None:
                 self._begin_creation(origin)
                 self._complete_creation(origin, True)
+
+    def clear_listeners(self) -> None:
+        self._enter_creation = self._leave_creation = None
 
     def find_origin(self, pg: Any) -> GroupOrigin:
         """The origin of a group. The creation of a group by C++ is not seen: such a group counts as
@@ -165,22 +169,22 @@ class OriginTracker:
         if origin is None:
             return
         group = origin.foreign
-        if self._recorder is None and self.join_callback is not None and group is not None:
+        if self._enter_creation is None and self.join_callback is not None and group is not None:
             is_member = 0 <= group.number < len(group.ranks)
             if origin.has_address and is_member and len(group.ranks) > 1:
                 self.join_callback(group)
         self._complete_creation(origin, True)
 
     def _begin_creation(self, origin: GroupOrigin) -> None:
-        if self._recorder is None:
+        if self._enter_creation is None:
             self._unannounced.append(origin)
         elif origin.foreign is not None:
-            origin.creation = self._recorder.enter_creation("new_process_group", origin.foreign)
+            origin.creation = self._enter_creation("new_process_group", origin.foreign)
 
     def _complete_creation(self, origin: GroupOrigin, has_backend: bool) -> None:
-        if origin.creation is not None and self._recorder is not None:
+        if origin.creation is not None and self._leave_creation is not None:
             creation, origin.creation = origin.creation, None
-            self._recorder.leave_creation(creation, has_backend)
+            self._leave_creation(creation, has_backend)
 
     def _remember(self, pg: Any, origin: GroupOrigin) -> None:
         # A group that is deleted before it has its backend was given up.

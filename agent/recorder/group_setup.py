@@ -154,4 +154,7 @@ class SetupRecorder:
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:
         if call is not None:
-            call[0].finish_call(call, has_raised=not returned)
+            if returned:
+                call[0].finish_call(call)
+            else:
+                call[0].fail_call(call)

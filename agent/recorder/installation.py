@@ -129,7 +129,8 @@ def _start_recording(
         if _lost_before is not None:
             current.recorder.groups.mark_incomplete(_lost_before)
         kernels.set_recorder(current.recorder)
-        origin_tracker.set_recorder(current.setup_recorder)
+        setup = current.setup_recorder
+        origin_tracker.set_listeners(setup.enter_creation, setup.leave_creation)
         # The function returns False; Dynamo sees a constant True in its place.
         hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
         hangwatch._watcher = UserAnnotations(current)
@@ -154,14 +155,17 @@ class RankProcess:
         pid = os.getpid()
         start_ticks = run_dir.read_start_ticks(pid)
         check_settings = load_check_settings(os.environ)
-        has_checks = check_settings.any_enabled
-        folder, self.ring = ring_file.create_ring(pid, start_ticks, has_checks=has_checks)
+        folder, self.ring = ring_file.create_ring(
+            pid, start_ticks, has_checks=check_settings.any_enabled
+        )
         self._stack_dumper = StackDumper(self.ring)
-        native, self._python_reason = choose_recorder(os.environ, has_checks=has_checks)
+        native, self._python_reason = choose_recorder(
+            os.environ, has_checks=check_settings.any_enabled
+        )
         for problem in check_settings.problems:
             faults.record_message(problem)
         checker = None
-        if has_checks:
+        if check_settings.any_enabled:
             # Most jobs enable no checks, and need not load them.
             from .checks.inspection import CallChecker
 
@@ -236,7 +240,7 @@ def _reset_after_fork() -> None:
     _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
     current_rank = None
     kernels.set_recorder(None)
-    origin_tracker.set_recorder(None)
+    origin_tracker.clear_listeners()
     hangwatch._watcher = None
     faults.set_listener(None)
 
@@ -392,7 +396,7 @@ def _record_uncaught_exceptions() -> None:
     def record_and_pass_on(
         kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        _record_exception(value, trace)
+        _record_exception(kind, value, trace)
         previous_hook(kind, value, trace)
 
     sys.excepthook = record_and_pass_on
@@ -413,7 +417,7 @@ def patch_spawn() -> None:
             try:
                 return fn(*fn_args)
             except Exception as error:
-                _record_exception(error, error.__traceback__)
+                _record_exception(type(error), error, error.__traceback__)
                 raise
 
         return original(run_recorded, *args)
@@ -421,7 +425,9 @@ def patch_spawn() -> None:
     spawn._wrap = wrap_spawned
 
 
-def _record_exception(value: BaseException, trace: TracebackType | None) -> None:
+def _record_exception(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> None:
     """Records the exception, with the innermost line of the user's code in its traceback."""
     rank = current_rank
     if rank is None:

@@ -43,9 +43,8 @@ def set_recorder(recorder: Recorder | None) -> None:
     if recorder.groups.streams:  # calls that were made since it was detached are lost
         recorder.groups.mark_incomplete(LossReason.LATE)
     register_operators()
-    native = recorder.native
-    if native is not None:
-        native.lib.hw_set_current_recorder(native.recorder)
+    if recorder.native is not None:
+        recorder.native.start_recording()
 
 
 def register_operators() -> None:
@@ -68,7 +67,7 @@ def track_batches() -> None:
 def _begin_batch(_pg: Any, _args: faults.Arguments, _kwargs: faults.KeywordArguments) -> None:
     recorder = get_recorder()
     if recorder is not None and recorder.native is not None:
-        recorder.native.gil_lib.hw_begin_batch()
+        recorder.native.begin_batch()
     else:
         current_batch.began_ns = monotonic_ns()
 
@@ -90,29 +89,29 @@ class KernelRegistry:
 
     def register_new_operators(self) -> None:
         """Raises RuntimeError if torch refuses a kernel."""
-        for name, overload, spec in iter_communicating_operators():
-            if name in self._registered:
+        for operator in iter_communicating_operators():
+            if operator.name in self._registered:
                 continue
-            self._registered.add(name)
-            schema = overload._schema
+            self._registered.add(operator.name)
             if self._native is not None:
-                reader = CallReader(spec, schema, self._native.read_planned_reduce_op)
-                signature = str(schema).partition("::")[2].rpartition("->")[0]
+                read_reduce_op = self._native.read_planned_reduce_op
+                reader = CallReader(operator.spec, operator.schema, read_reduce_op)
+                signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
                 self._define(f"{signature}-> int[]", make_planner(reader))
                 # Each size of a split is compared with a size on another rank.
                 self._native.register_operator(
-                    name, compares_all_tensors=spec.split_args is not None
+                    operator.name, compares_all_tensors=operator.spec.split_args is not None
                 )
                 continue
-            reader = CallReader(spec, schema)
+            reader = CallReader(operator.spec, operator.schema)
             checked = None
             if self._with_checks:
                 from .checks.tensors import TensorArguments  # most jobs need not load it
 
-                arguments = TensorArguments(reader, name)
+                arguments = TensorArguments(reader, operator.schema)
                 checked = arguments if arguments.input_index >= 0 else None
-            kernel = make_kernel(reader, overload, checked)
-            self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+            kernel = make_kernel(reader, operator.overload, checked)
+            self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""

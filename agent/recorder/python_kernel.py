@@ -11,7 +11,6 @@ Every call of every rank pays for each line here. No error of ours reaches the c
 
 from __future__ import annotations
 
-import inspect
 import sys
 from _thread import get_native_id
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch._C import (
     _dispatch_keyset_full_after,
     _is_torch_function_mode_enabled,
 )
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
 
 from hangwatch.model.calls import LossReason
 
@@ -36,10 +35,10 @@ from .calls import CallReader, FailureOutcome, FailureRule, judge_failure
 from .dynamo import run_uncompiled
 from .faults import Arguments
 from .recorder import Recorder
-from .streams import FRAME_KEY, EnteredCall, leave_call
+from .streams import FRAME_KEY, EnteredCall, find_holding_file, leave_call
 
 if TYPE_CHECKING:
-    from .checks.inspection import ResultCheck
+    from .checks.inspection import PendingCheck
     from .checks.tensors import TensorArguments
 
 # (the call, None if it is not watched; the local variables of its caller, if that holds the Work)
@@ -97,7 +96,7 @@ def _record_failure(
         return
     if outcome is FailureOutcome.UNKNOWN:
         stream.mark_incomplete(LossReason.RAISED, entered[1])
-    stream.finish_call(entered, has_raised=True)
+    stream.fail_call(entered)
 
 
 def can_communicate(keyset: Any) -> bool:
@@ -130,7 +129,7 @@ def make_kernel(
             if not can_communicate(keyset):
                 return redispatch(*(lower + args))
             lower_keysets[bits_of(keyset)] = lower
-        entered = frame_locals = check_result = None
+        entered = frame_locals = pending_check = None
         if _current_recorder is not None:
             try:
                 entered, frame_locals = enter_call(_current_recorder, args)
@@ -140,7 +139,7 @@ def make_kernel(
             return redispatch(*(lower + args))  # (*lower, *args) would create a list
         if checked is not None:
             where = f"examining {reader.spec.op}"
-            check_result = faults.run_guarded(
+            pending_check = faults.run_guarded(
                 where, _check_inputs, reader, checked, entered, args, find_caller()
             )
         try:
@@ -151,7 +150,7 @@ def make_kernel(
             except Exception as own_error:  # our error: the user's exception is being raised
                 entered[0].mark_incomplete(LossReason.FAULT, entered[1])
                 faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
-            args, check_result = (), None  # the exception keeps this frame, not the tensors
+            args, pending_check = (), None  # the exception keeps this frame, not the tensors
             raise
         try:
             if entered[5]:
@@ -169,9 +168,9 @@ def make_kernel(
         except Exception as error:  # our error: the call's result is returned all the same
             entered[0].mark_completion_unknown()
             faults.record_fault(f"recording the completion of {reader.spec.op}", error)
-        if check_result is not None:
+        if pending_check is not None:
             where = f"examining the result of {reader.spec.op}"
-            faults.run_guarded(where, check_result, result, find_caller())
+            faults.run_guarded(where, _check_result, pending_check, result, find_caller())
         return result
 
     return c10d_kernel
@@ -183,8 +182,8 @@ def _check_inputs(
     entered: EnteredCall,
     args: Arguments,
     caller: FrameType,
-) -> ResultCheck | None:
-    """Examines the data that this rank sends; returns what is to examine the result."""
+) -> PendingCheck | None:
+    """Examines the data that this rank sends; returns what to examine of the result."""
     recorder = _current_recorder
     if recorder is None or recorder.checker is None:
         return None
@@ -192,6 +191,13 @@ def _check_inputs(
     if track is None:
         return None
     return recorder.checker.check_inputs(entered, checked, args, track, caller)
+
+
+def _check_result(pending: PendingCheck, result: Any, caller: FrameType) -> None:
+    boxed_work = result[-1] if type(result) is tuple else result
+    if _current_recorder is not None and _current_recorder.checker is not None:
+        work = None if boxed_work is None else Work.unbox(boxed_work)
+        _current_recorder.checker.check_result(pending, work, caller)
 
 
 def _make_enter_function(reader: CallReader) -> Callable[[Recorder, Arguments], EnterResult]:
@@ -210,8 +216,6 @@ def _make_enter_function(reader: CallReader) -> Callable[[Recorder, Arguments], 
     # Only known operators have all of their arguments in a plan's key.
     quick = {} if reader.spec.is_generic else find_quick_callers()
     plans = reader.plans
-    # The file of torch's functions whose local variables hold the Work until they return.
-    holding_file = inspect.unwrap(c10d.isend).__code__.co_filename
     tensors_index, root_index = reader.tensors_index, reader.root_index
     has_reduce_op = reader.reduce_op_index >= 0
 
@@ -221,7 +225,7 @@ def _make_enter_function(reader: CallReader) -> Callable[[Recorder, Arguments], 
             wrapper = caller.f_back
             site_frame = (wrapper and wrapper.f_back) or caller
         entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
-        holds_work = caller.f_code.co_filename == holding_file
+        holds_work = caller.f_code.co_filename == find_holding_file()
         return entered, caller.f_locals if holds_work else None
 
     def enter_call(recorder: Recorder, args: Arguments) -> EnterResult:

@@ -56,7 +56,7 @@ class Recorder:
         """Clears all cached data that refers to interned data or to process groups."""
         clear_call_caches()
         if self.native is not None:
-            self.native.gil_lib.hw_clear_plans(self.native.recorder)
+            self.native.clear_plans()
 
     def enter_declared_call(
         self, stream: StreamRecorder, op: str, detail: str | None = None

@@ -14,6 +14,7 @@ object. Their Works are held until the next call or poll finds them complete.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import mmap
 import threading
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic_ns
+from types import FunctionType
 from typing import Any
 
 from hangwatch.model.calls import CHAIN_BASE, UINT64_MASK, LossReason, unchain
@@ -37,6 +39,7 @@ from hangwatch.ring.layout import (
 
 from . import faults
 from .callers import inspect_thread
+from .dynamo import run_uncompiled
 from .writer import RingWriter
 
 # Unfinished calls of a stream that are kept to find their completion. A finished one is dropped at
@@ -179,10 +182,8 @@ class StreamRecorder:
         works = self.pending_works
         return is_in_torch and bool(works) and works[-1][0][4] == former_thread
 
-    def finish_call(self, call: EnteredCall, *, has_raised: bool = False) -> None:
-        """Records that a call was complete when it returned, or raised an exception."""
-        if has_raised:
-            self.ring.add_flags(call[2], RecordFlag.RAISED)
+    def finish_call(self, call: EnteredCall) -> None:
+        """Records that a call was complete when it returned."""
         self.ring.record_completion(call[2], monotonic_ns())
         newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
@@ -225,6 +226,11 @@ class StreamRecorder:
                 return work
         return None
 
+    def fail_call(self, call: EnteredCall) -> None:
+        """Records that the call raised an exception, and so waits no longer."""
+        self.ring.add_flags(call[2], RecordFlag.RAISED)
+        self.finish_call(call)
+
     def retract_call(self, call: EnteredCall) -> None:
         """Takes back a call that raised an exception before it communicated: the next one gets its
         number. If another thread has made that one already, the numbers are not certain any more.
@@ -232,7 +238,7 @@ class StreamRecorder:
         seq, index = call[1], call[2]
         if self.entered != seq:
             self.mark_incomplete(LossReason.RAISED, seq)
-            self.finish_call(call, has_raised=True)
+            self.fail_call(call)
             return
         self._seq_counter = itertools.count(seq)
         self.entered = seq - 1
@@ -350,3 +356,12 @@ class DroppableWork:
                 self.boxed = None
         except Exception as error:  # our error: the job's object is deleted all the same
             faults.record_fault("dropping a Work", error)
+
+
+@functools.cache
+def find_holding_file() -> str:
+    """The file of torch's functions whose local variables hold the Work until they return."""
+    from torch.distributed import distributed_c10d as c10d
+
+    function: FunctionType = run_uncompiled(inspect.unwrap, c10d.isend)
+    return function.__code__.co_filename

@@ -93,7 +93,7 @@ class RecorderBuilder:
             return
         self._build_attempted = True
         problem = ""
-        if build.find_compiler(self._env) is None and not cache.MANIFEST_PATH.exists():
+        if build.find_compiler(self._env) is None and not cache.has_prebuilt():
             problem = build.NO_COMPILER_MESSAGE
         elif self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             problem = (

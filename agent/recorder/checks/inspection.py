@@ -20,13 +20,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -68,13 +66,9 @@ class PendingCheck:
     tensors: list[Any]
     is_sampled: bool
     is_gloo: bool  # calls on tensors in the host's memory go to gloo
-    needs_checksum: bool
-    needs_overflow_check: bool
-    needs_stats: bool
-
-
-# The function that examines the result of a call, given what its operator returned, and its caller.
-ResultCheck = Callable[[Any, FrameType], None]
+    needs_checksum: bool = False
+    needs_overflow_check: bool = False
+    needs_stats: bool = False
 
 
 class CallChecker:
@@ -95,33 +89,38 @@ class CallChecker:
         args: tuple[Any, ...],
         track: GroupTrack,
         caller: FrameType,
-    ) -> ResultCheck | None:
-        """Examines this rank's input; returns what examines the result, None if nothing needs to."""
-        settings = self.settings
+    ) -> PendingCheck | None:
+        """Examines this rank's input; returns what to examine of the result, None if nothing."""
         with examine.DispatchBypass():
             inputs = arguments.get_inputs(args, track)
             nan = inf = 0
-            if settings.nonfinite and inputs:
+            if self.settings.nonfinite and inputs:
                 nan, inf = examine.count_nonfinite(inputs)
-            is_finite = not nan and not inf
+            level = check_level(entered[1])
             has_several_ranks = len(track.group.ranks) > 1
-            is_reduction = arguments.is_reduction
-            may_overflow = settings.nonfinite and is_finite and is_reduction and has_several_ranks
+            may_overflow = (
+                arguments.is_reduction
+                and self.settings.nonfinite
+                and not nan
+                and not inf
+                and has_several_ranks
+            )
             overflows_easily = may_overflow and examine.has_half_precision(inputs)
             has_open_runs = bool(self.nonfinite.runs)
-            level = check_level(entered[1])
-            is_noteworthy = not is_finite or overflows_easily or has_open_runs
+            is_noteworthy = nan or inf or overflows_easily or has_open_runs
             if level < self._min_level and not is_noteworthy:
                 return None
             call = self.table.read_call(entered)
-            is_sampled = level >= min_check_level(settings.sample_every, call.size, _LARGE_BYTES)
-            if not is_finite or (has_open_runs and inputs):
+            is_sampled = level >= self._min_level and level >= min_check_level(
+                self.settings.sample_every, call.size, _LARGE_BYTES
+            )
+            if nan or inf or (has_open_runs and inputs):
                 if inf and not arguments.has_summing_op(args, caller):
                     inf = 0
                 self.nonfinite.record_call(
                     call, nan, inf, inputs, output=False, is_sampled=is_sampled
                 )
-            if settings.values and is_sampled and inputs:
+            if self.settings.values and is_sampled and inputs:
                 self._record_stats(call, inputs, output=False)
             if arguments.replicated_output_index < 0:
                 return None
@@ -129,37 +128,34 @@ class CallChecker:
             if not all(map(examine.is_readable, results)):
                 return None
             backends = track.group.backend.split(",")
-            is_gloo = "gloo" in backends or "cpu:gloo" in backends
-            needs_overflow_check = overflows_easily or (may_overflow and is_sampled)
-            if needs_overflow_check:
-                needs_overflow_check = arguments.has_summing_op(args, caller)
-            # A sum of floats is the same on all ranks if each part is added up on one rank, which
-            # sends it to all, as in gloo's ring. On other backends each rank may add up in its own
-            # order (MPI permits it), and results may legally differ in the last bit.
-            has_floats = any(tensor.is_floating_point() for tensor in results)
-            may_differ = is_reduction and not is_gloo and has_floats
-            is_compared = settings.replicas and is_sampled and has_several_ranks
             pending = PendingCheck(
                 call=call,
                 arguments=arguments,
                 tensors=results,
                 is_sampled=is_sampled,
-                is_gloo=is_gloo,
-                needs_checksum=is_compared and not may_differ,
-                needs_overflow_check=needs_overflow_check,
-                needs_stats=settings.values and is_sampled and not inputs,
+                is_gloo="gloo" in backends or "cpu:gloo" in backends,
             )
+            pending.needs_overflow_check = (
+                overflows_easily or (may_overflow and is_sampled)
+            ) and arguments.has_summing_op(args, caller)
+            pending.needs_stats = self.settings.values and is_sampled and not inputs
+            # A sum of floats is the same on all ranks if each part is added up on one rank, which
+            # sends it to all, as in gloo's ring. On other backends each rank may add up in its own
+            # order (MPI permits it), and results may legally differ in the last bit.
+            may_differ = (
+                arguments.is_reduction
+                and not pending.is_gloo
+                and any(tensor.is_floating_point() for tensor in results)
+            )
+            is_compared = self.settings.replicas and is_sampled and has_several_ranks
+            pending.needs_checksum = is_compared and not may_differ
             is_needed = (
                 pending.needs_checksum or pending.needs_stats or pending.needs_overflow_check
             )
-            return functools.partial(self._check_result, pending) if is_needed else None
+            return pending if is_needed else None
 
-    def _check_result(self, pending: PendingCheck, result: Any, caller: FrameType) -> None:
-        """Examines the result of a call, whose operator returned ``result``: its Work or, last in a
-        tuple, among others; None in place of the Work if the call is complete.
-        """
-        boxed_work = result[-1] if type(result) is tuple else result
-        work = None if boxed_work is None else Work.unbox(boxed_work)
+    def check_result(self, pending: PendingCheck, work: Any, caller: FrameType) -> None:
+        """Examines the result of a call that returned ``work``, or None if it is complete."""
         if pending.call.flags & RecordFlag.BLOCKING:
             if work is not None and pending.is_gloo:
                 try:
@@ -200,20 +196,24 @@ class CallChecker:
         self._check_outputs(pending)
 
     def _check_outputs(self, pending: PendingCheck) -> None:
-        call, tensors = pending.call, pending.tensors
         with examine.DispatchBypass():
             if pending.needs_checksum:
-                checksum = examine.compute_checksum(tensors)
+                checksum = examine.compute_checksum(pending.tensors)
                 if checksum is not None:
                     flags = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
-                    self.table.write_check(call, flags, checksum=checksum)
+                    self.table.write_check(pending.call, flags, checksum=checksum)
             if pending.needs_overflow_check:
-                nan, inf = examine.count_nonfinite(tensors)
+                nan, inf = examine.count_nonfinite(pending.tensors)
                 self.nonfinite.record_call(
-                    call, nan, inf, tensors, output=True, is_sampled=pending.is_sampled
+                    pending.call,
+                    nan,
+                    inf,
+                    pending.tensors,
+                    output=True,
+                    is_sampled=pending.is_sampled,
                 )
             if pending.needs_stats:
-                self._record_stats(call, tensors, output=True)
+                self._record_stats(pending.call, pending.tensors, output=True)
 
     def _record_stats(self, call: CheckedCall, tensors: list[Any], *, output: bool) -> None:
         result = examine.compute_stats(tensors)
@@ -265,7 +265,7 @@ class NonfiniteReporter:
             self.runs.clear()
         run = self.runs.setdefault(key, _NonfiniteRun(call.seq, self.scaling.rounds))
         run.call_count += 1
-        is_scaled = self.scaling.is_active or any(t.dtype is torch.float16 for t in tensors)
+        is_scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
         if inf and (is_scaled or has_half_precision(tensors)):
             self._overflow_count += 1
         rounds = self.scaling.rounds - run.first_round

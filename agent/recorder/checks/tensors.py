@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 18
 _BYPASSED_KEYS = (
     _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 ).remove(DispatchKey.BackendSelect)
-_HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
+_HALF_PRECISION_DTYPES = ("torch.float16", "torch.bfloat16")
 # The reduce ops whose result is non-finite if an input has an Inf: SUM, AVG, PRODUCT, PREMUL_SUM.
 # Inputs of MIN and MAX may legally be Inf.
 _SUMMING_OPS = frozenset({0, 1, 2, 8})
@@ -131,7 +131,7 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
 
 def has_half_precision(tensors: list[Any]) -> bool:
     """Whether any tensor has a 16-bit type, in which sums often overflow."""
-    return any(tensor.dtype in _HALF_PRECISION_DTYPES for tensor in tensors)
+    return any(str(t.dtype) in _HALF_PRECISION_DTYPES for t in tensors)
 
 
 def _clamp_to_finite(value: float) -> float:
@@ -157,11 +157,13 @@ class TensorArguments:
     must be equal on every rank, by their positions in the schema of this torch.
     """
 
-    def __init__(self, reader: CallReader, name: str) -> None:
-        self.name = name  # the operator's
+    def __init__(self, reader: CallReader, schema: Any) -> None:
+        spec = reader.spec
+        indices = {argument.name: index for index, argument in enumerate(schema.arguments)}
+        self.name = schema.name.partition("::")[2]
         self._reader = reader
-        self.input_index = reader.indices.get(reader.spec.input_arg, -1)
-        self.replicated_output_index = reader.indices.get(reader.spec.replicated_arg, -1)
+        self.input_index = indices.get(spec.input_arg, -1)
+        self.replicated_output_index = indices.get(spec.replicated_arg, -1)
         self.is_reduction = reader.reduce_op_index >= 0 and self.replicated_output_index >= 0
 
     def get_inputs(self, args: Arguments, track: GroupTrack) -> list[Any]:

@@ -26,7 +26,7 @@ Environment = Mapping[str, str]
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
 PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")
-MANIFEST_PATH = PREBUILT_FOLDER / "manifest.json"  # absent if the wheel has no recorders
+_MANIFEST_PATH = PREBUILT_FOLDER / "manifest.json"
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
 _DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
@@ -176,7 +176,7 @@ def find_prebuilt(*, only_tested: bool) -> Path | None:
     tried with this torch and this minor version of Python. None if there is none. Imports torch.
     """
     try:
-        manifest = json.loads(MANIFEST_PATH.read_text(encoding="utf-8"))
+        manifest = json.loads(_MANIFEST_PATH.read_text(encoding="utf-8"))
         if manifest["sources"] != hash_sources():
             return None  # built from other sources than those installed here
         name = get_prebuilt_name()
@@ -184,6 +184,11 @@ def find_prebuilt(*, only_tested: bool) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return PREBUILT_FOLDER / name if is_tested or not only_tested else None
+
+
+def has_prebuilt() -> bool:
+    """Whether the wheel has any recorders."""
+    return _MANIFEST_PATH.exists()
 
 
 def get_prebuilt_name() -> str:

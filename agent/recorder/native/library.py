@@ -77,22 +77,27 @@ def choose_recorder(
     mode = cache.get_recorder_mode(env)
     if mode == "python":
         return None, "HANGWATCH_RECORDER=python"
-    reason = cache.explain_unsupported()
-    if has_checks:
-        reason = "only the Python recorder supports HANGWATCH_CHECKS"
-    if not reason:
-        try:
-            path = cache.find_library(env)
-            if path is not None:
-                return _load_library(path), ""
-            reason = cache.read_build_failure(env) or cache.NOT_BUILT_REASON
-        except OSError as error:
-            reason = str(error)
-    if mode == "native":
+    native: NativeLibrary | None = None
+    reason = "only the Python recorder supports HANGWATCH_CHECKS"
+    if not has_checks:
+        native, reason = _find_library(env)
+    if native is None and mode == "native":
         faults.record_message(
             f"the native recorder is not available, the Python one is used: {reason}"
         )
-    return None, reason
+    return native, reason
+
+
+def _find_library(env: Environment) -> tuple[NativeLibrary | None, str]:
+    if reason := cache.explain_unsupported():
+        return None, reason
+    try:
+        path = cache.find_library(env)
+        if path is not None:
+            return _load_library(path), ""
+    except OSError as error:
+        return None, str(error)
+    return None, cache.read_build_failure(env) or cache.NOT_BUILT_REASON
 
 
 class NativeLibrary:
@@ -101,22 +106,23 @@ class NativeLibrary:
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
         self.lib = ctypes.CDLL(str(path))
-        self.gil_lib = ctypes.PyDLL(str(path))
-        for lib, functions in ((self.lib, _WAITING_FUNCTIONS), (self.gil_lib, _QUICK_FUNCTIONS)):
+        self._gil_lib = ctypes.PyDLL(str(path))
+        for lib, functions in ((self.lib, _WAITING_FUNCTIONS), (self._gil_lib, _QUICK_FUNCTIONS)):
             for name, (result, *arguments) in functions.items():
                 function = getattr(lib, name)
                 function.restype = result
                 function.argtypes = arguments
         self.recorder: int | None = None
+        self._ring_buffers: list[Any] = []
         self._fault_count = 0
         self.lib.hw_initialize_library(get_frame_layout() or FrameLayout())
 
     def attach_ring(self, ring: RingWriter) -> None:
-        """Makes the library's recorder for ``ring``, which records once it is the current one."""
+        """Records into ``ring`` from the next `start_recording` on."""
         base = ctypes.c_char.from_buffer(ring.map)
-        # The ring is never unmapped: threads may still write into it when another one is attached,
-        # and backends may record completions while the interpreter exits.
+        # The ring is never unmapped: backends may record completions while the interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
+        self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self.recorder = self.lib.hw_create_recorder(
             ctypes.byref(base), RECORDS.offset, RECORDS.count
         )
@@ -130,6 +136,9 @@ class NativeLibrary:
         if problem:
             raise RuntimeError(problem.decode(errors="replace"))
 
+    def start_recording(self) -> None:
+        self.lib.hw_set_current_recorder(self.recorder)
+
     def update_streams(self) -> int:
         written: int = self.lib.hw_update_streams(self.recorder)
         count: int = self.lib.hw_get_fault_count()
@@ -141,21 +150,29 @@ class NativeLibrary:
 
     def read_planned_reduce_op(self, boxed: Any, caller: FrameType) -> int | None:
         """The reduce op of the call that a planner reads; a `callers.ReduceOpReader`."""
-        number: int = self.gil_lib.hw_get_planned_reduce_op()
+        number: int = self._gil_lib.hw_get_planned_reduce_op()
         return number if number >= 0 else None
+
+    def begin_batch(self) -> None:
+        """Records that this thread begins a batch of sends and receives."""
+        self._gil_lib.hw_begin_batch()
+
+    def clear_plans(self) -> None:
+        """Drops all plans, because interned data will be overwritten or a group was deleted."""
+        self._gil_lib.hw_clear_plans(self.recorder)
 
     def set_code_origin(self, code: int, origin: int | None) -> None:
         """Passes on a code object's origin, by its id; None revokes all: see `CallSites`."""
         if origin is None:
-            self.gil_lib.hw_clear_code_origins(self.recorder)
+            self._gil_lib.hw_clear_code_origins(self.recorder)
         else:
-            self.gil_lib.hw_set_code_origin(self.recorder, code, origin)
+            self._gil_lib.hw_set_code_origin(self.recorder, code, origin)
 
     def read_frames(self) -> list[tuple[int, int]]:
         """(Id of the code, offset of the instruction) of this thread's frames, newest first."""
         codes = (_U64 * _MAX_FRAMES)()
         instructions = (_U32 * _MAX_FRAMES)()
-        count = self.gil_lib.hw_read_frames(codes, instructions, _MAX_FRAMES)
+        count = self._gil_lib.hw_read_frames(codes, instructions, _MAX_FRAMES)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
 
@@ -191,6 +208,9 @@ class NativeStreamRecorder(StreamRecorder):
     def finish_call(self, call: EnteredCall, *, has_raised: bool = False) -> None:
         native_call = _NativeCall(self.handle, *call[1:])
         self._native.lib.hw_finish_call(self._native.recorder, native_call, has_raised)
+
+    def fail_call(self, call: EnteredCall) -> None:
+        self.finish_call(call, has_raised=True)
 
     def retract_call(self, call: EnteredCall) -> None:
         native_call = _NativeCall(self.handle, *call[1:])

@@ -68,7 +68,6 @@ def test_groups_of_a_world_and_recorded_processes_join_nothing(
     tracker.ranked_creation.depth = 1
     tracker.record_backend(create_group(tracker, TCP_STORE, 0, 2), (), {})
     tracker.ranked_creation.depth = 0
-    setup_recorder: Any = SimpleNamespace(enter_creation=lambda operation, group: None)
-    tracker.set_recorder(setup_recorder)
+    tracker.set_listeners(lambda op, group: None, lambda call, has_backend: None)
     tracker.record_backend(create_group(tracker, TCP_STORE, 0, 2), (), {})
     assert joined == []
