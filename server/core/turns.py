@@ -20,7 +20,7 @@ class TurnQueue(Generic[T]):
     _waiting: dict[str, tuple[deque[T], deque[T]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return sum(map(self.count, self._waiting))
+        return sum(map(self.count, list(self._waiting)))  # a copy: other threads put items
 
     def count(self, family: str) -> int:
         return sum(map(len, self._waiting.get(family, ())))
