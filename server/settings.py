@@ -262,7 +262,8 @@ def load_settings(argv: Sequence[str]) -> Settings:
     flag_values.pop("test_alert")
     config_file = Path(CONFIG_FILE_NAME)
     try:
-        if config_file.is_file():  # it can name commands: nobody else may be able to change it
+        # The file can name commands, so other users must not be able to change it.
+        if config_file.is_file():
             check_ownership(config_file)
     except PermissionError as error:
         raise SettingsError(

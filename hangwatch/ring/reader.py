@@ -260,7 +260,8 @@ class RingReader(parts.RingParts):
             else:
                 self._dormant[number] = content, tuple(states)
                 has_changed = True
-        if has_changed:  # With thousands of streams, this takes as long as all the rest.
+        if has_changed:
+            # Joining thousands of streams takes as long as the whole reading without it.
             self._dormant_chunks = {n: states for n, (_, states) in sorted(self._dormant.items())}
             chunks = self._dormant_chunks.values()
             self._dormant_streams = tuple(itertools.chain.from_iterable(chunks))

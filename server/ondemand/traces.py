@@ -123,8 +123,8 @@ class TraceRegistry(RequestRegistry[TraceSession]):
     def start_session(
         self, attempt: Attempt, ranks: Sequence[int], now: float, **selection: Any
     ) -> TraceSession:
-        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``. ``selection`` are
-        the fields of the session that select calls.
+        """Starts to trace ``ranks``, which must all be in ``attempt.processes``. ``selection`` has the
+        fields of `TraceSession` that select calls.
         """
         session = TraceSession(**self.identify_request(attempt, now), **selection)
         self.requests[session.id] = session

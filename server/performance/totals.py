@@ -121,7 +121,9 @@ class PartlyReportedCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by rank, on its agent's clock
+    arrivals: dict[int, Arrival] = field(
+        default_factory=dict
+    )  # keys: ranks; times: the agents' clocks
     shortest_us: float = math.inf  # the shortest time from entry to completion; -1: one is unknown
 
 

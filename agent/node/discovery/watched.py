@@ -73,9 +73,8 @@ class WatchedProcess:
     is_left_out: bool = False  # the server refused it without its ring, too: it is not reported
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
-    # When its recorder's thread was last seen to run, and `CpuActivity.paused_ns` then.
-    _pulse_ns: int = 0
-    _paused_at_pulse_ns: int = 0
+    _pulse_ns: int = 0  # the newest pulse of the recorder's thread
+    _paused_at_pulse_ns: int = 0  # `CpuActivity.paused_ns` at the time of that pulse
     _ring_inode: int = 0  # the file that the history is of
 
     def __post_init__(self) -> None:
@@ -108,6 +107,9 @@ class WatchedProcess:
             with contextlib.suppress(OSError, ValueError):  # the process has just ended
                 caller_tid = self.history.newest_thread
                 self.activity.update_activity(self.pid, now_ns, caller_tid)
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot.read_ns == now_ns:  # otherwise the ring was not readable
+            self.snapshot = self._leave_out_pauses(snapshot, now_ns)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         """Reads the ring. The history, the call log and the tally share the records that are new."""
@@ -145,10 +147,6 @@ class WatchedProcess:
         new_records = [record for record in delta.records if record[STAMP] > known_count]
         self.call_log.add_records(new_records)
         self.snapshot = snapshot
-        pulse_ns = now_ns - int(1e9 * snapshot.pulse_s)
-        if pulse_ns - self._pulse_ns >= _PULSE_RESOLUTION_NS:
-            self._pulse_ns = pulse_ns
-            self._paused_at_pulse_ns = self.activity.paused_ns
         self.is_flooded = len(new_records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
             self.tally.add_records(new_records, snapshot.streams, self.reader)
@@ -232,7 +230,7 @@ class WatchedProcess:
                 last_calls = self.reader.read_last_calls(now_ns)
             update, self.composed = updates.compose_update(
                 self._make_update(now_ns),
-                self._leave_out_pauses(self.snapshot),
+                self.snapshot,
                 self.acked,
                 self.history,
                 now_ns,
@@ -263,12 +261,16 @@ class WatchedProcess:
             flight_file=self.flight_reader.file if self.flight_reader else None,
         )
 
-    def _leave_out_pauses(self, snapshot: RingSnapshot | None) -> RingSnapshot | None:
-        """The snapshot with a pulse that does not age while our py-spy pauses the process: with thousands
-        of threads, that takes seconds.
+    def _leave_out_pauses(self, snapshot: RingSnapshot, now_ns: int) -> RingSnapshot:
+        """The snapshot with a pulse that does not age while our py-spy pauses the process, which takes
+        seconds if the process has thousands of threads.
         """
+        pulse_ns = now_ns - int(1e9 * snapshot.pulse_s)
+        if pulse_ns - self._pulse_ns >= _PULSE_RESOLUTION_NS:
+            self._pulse_ns = pulse_ns
+            self._paused_at_pulse_ns = self.activity.paused_ns
         paused_s = (self.activity.paused_ns - self._paused_at_pulse_ns) / 1e9
-        if snapshot is None or not paused_s or not snapshot.pulse_s:
+        if not paused_s or not snapshot.pulse_s:
             return snapshot
         pulse_s = max(_PULSE_RESOLUTION_NS / 1e9, snapshot.pulse_s - paused_s)
         return replace(snapshot, pulse_s=pulse_s)

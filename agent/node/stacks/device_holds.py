@@ -120,7 +120,7 @@ def is_in_driver(
         raise NotImplementedError(f"registers of {platform.machine()}")
     for attempt in range(_ATTEMPTS):
         time.sleep(_ATTEMPT_GAP_S if attempt else 0.0)
-        # A pause could end a system call in which a thread sleeps.
+        # A pause could end the system call of a sleeping thread.
         if read_thread_stat(pid, tid, proc).state != "R":
             return False
         reading = _PausedReading(pid, tid)
@@ -144,7 +144,7 @@ def is_in_driver(
 
 
 class _PausedReading:
-    """The address of the code that one thread executes, and the one to which that may return."""
+    """The address of the instruction that a thread executes, and what may be its return address."""
 
     def __init__(self, pid: int, tid: int) -> None:
         self.address = self.caller_address = 0  # 0: this could not be read

@@ -341,7 +341,7 @@ class CpuActivity:
     last_busy_ns: int  # when one of them was last seen using a CPU or waiting for one
     state: str = "?"
     cpu_s: float = 0.0
-    paused_ns: int = 0  # for how long our py-spy has paused it, all in all
+    paused_ns: int = 0  # the total time during which our py-spy paused it
     _read_ns: int = 0
     _main: ThreadActivity = field(default_factory=ThreadActivity)
     # The thread that made the newest call, if that is another one than the main thread.

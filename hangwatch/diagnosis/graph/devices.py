@@ -249,12 +249,12 @@ class DeviceGraph:
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """The time since which none of the ranks' devices began or completed a call."""
-        return max([self._processes[rank].device_changed_at for rank in ranks], default=0.0)
+        return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
         """How long no device began or completed a call, as of the oldest of the last readings."""
         ranks = list(ranks)
-        known_until = min([self._processes[rank].device_read_at for rank in ranks], default=0.0)
+        known_until = min([p.device_read_at for p in self._select_processes(ranks)], default=0.0)
         return known_until - self.get_unchanged_since(ranks)
 
     def get_waited_s(self, ranks: Iterable[int]) -> float:
@@ -302,6 +302,10 @@ class DeviceGraph:
                 if device is not None and device.completed > queued_count:
                     return False
         return True
+
+    def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
+        """Not every rank of a group need have a process: a member of a foreign group may be no rank."""
+        return [self._processes[rank] for rank in ranks if rank in self._processes]
 
 
 def get_still_until(process: Process) -> float:

@@ -306,8 +306,8 @@ def _list_awaited_children(thread: ThreadStack, sample: StackSample) -> list[Thr
 class RankWait(enum.IntEnum):
     """How much shows that a rank that is in no recorded call waits for what another rank does."""
 
-    EXCLUDED = 1  # it works, or waits for something that no rank does
-    UNKNOWN = 2  # its stack does not show what it does
+    EXCLUDED = 1  # the rank works, or waits for something that no rank does
+    UNKNOWN = 2  # the stack does not show what the rank does
     POSSIBLE = 3  # a sleep, an answer over the network, a lock file
     CERTAIN = 4  # a key of a store, a rendezvous, a barrier, the reply to a remote call
 

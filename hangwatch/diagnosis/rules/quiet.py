@@ -189,7 +189,7 @@ def _find_places(
             continue
         place = places.setdefault(key, _Place(find_user_site(thread), wait))
         place.ranks.append(process.rank)
-        # A loop that polls is in several lines, of which some show more than others.
+        # A polling loop is seen on several lines, and not every line shows that it waits.
         place.wait = max(place.wait, wait)
     return sorted(places.values(), key=lambda place: -len(place.ranks))
 
