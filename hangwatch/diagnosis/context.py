@@ -306,6 +306,13 @@ class DiagnosisContext:
                 return VerdictKind.EXITED_RANK
         return VerdictKind.FROZEN_RANK if process.freeze_reason(self.now) is not None else None
 
+    def get_settle_s(self, ended: Iterable[Process]) -> float:
+        """How long the end of ranks must be the only one in a job before it is taken for the cause of waits."""
+        limits = self.limits
+        if any(process.is_interrupted for process in ended):
+            return limits.stall_after_s
+        return limits.settle_s
+
     def get_start_severity(self, began_at: float) -> Severity:
         """That of a delay of the start since then: imports, image pulls, launchers and the connections of
         thousands of ranks take long without a fault.
@@ -323,6 +330,8 @@ class DiagnosisContext:
     def is_working(self, rank: int, since: float) -> bool:
         """Whether the rank, or what it waits for on its host, makes progress."""
         process = self.processes[rank]
+        if process.has_raised:
+            return False
         if rank in self.graph.released_ranks or self.is_in_phase(process):
             return True
         # A rank that makes calls elsewhere is not stuck before it has been in its own code as long.

@@ -6,6 +6,7 @@ Times (``_at``) are in seconds on the server's monotonic clock.
 from __future__ import annotations
 
 import enum
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from sys import getsizeof
@@ -20,6 +21,7 @@ from hangwatch.model.limits import (
     FROZEN_CPU_S,
     MIN_WAIT_S,
     NOT_RUNNING_STATES,
+    REPORT_JITTER_S,
     STOPPED_STATES,
 )
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
@@ -49,6 +51,8 @@ SAMPLES_KEPT_PER_PROCESS = 4
 _EXAMINED_KEPT = 2  # two show a hold
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
+
+INTERRUPT = "KeyboardInterrupt"  # the exception that Ctrl-C raises
 
 STOPPED_AFTER_S = 1.5  # longer than py-spy stops a process while it samples a stack
 
@@ -398,6 +402,23 @@ class Process:
             unfinished = current
         self.unfinished_streams = tuple(unfinished)
         self.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether an exception ended its program: nothing caught it, and no call was made since. The process
+        remains for as long as its threads and exit handlers take.
+        """
+        raised_at = self.exception_at
+        return raised_at is not None and self.newest_call_at <= raised_at + REPORT_JITTER_S
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it ends, or has ended, because it was interrupted, as by Ctrl-C. That interrupts the whole
+        job as a rule, and a rank that waits in native code acts on it only after the wait.
+        """
+        types = [note.type for note in (self.exception, self.handling) if note is not None]
+        was_signaled = self.exit is not None and self.exit.signal == signal.SIGINT
+        return was_signaled or INTERRUPT in types
 
     @property
     def is_unable(self) -> bool:

@@ -137,6 +137,7 @@ class ScriptedRank:
     exited_at: float = 0.0
     exception: ExceptionInfo | None = None
     exception_at: float = 0.0
+    handling: ExceptionInfo | None = None
     phase: str | None = None
     pulse_at: float | None = None
     cpu_s: float = 0.0
@@ -366,6 +367,9 @@ class ScriptedJob:
         exception = None
         if rank.exception is not None:
             exception = encode_exception(rank.exception, rank.exception_at)
+        handled = None
+        if rank.handling is not None:
+            handled = encode_exception(rank.handling, self.now)
         process = wire.ProcessUpdate(
             key=f"{rank.pid or rank.number}-1",
             identity=wire.ProcessIdentity(
@@ -394,6 +398,7 @@ class ScriptedJob:
             dropped=rank.dropped,
             opened=max(rank.opened, len(streams)),
             exception=exception,
+            handled_exception=handled,
             device_entries=tuple(
                 entry
                 for stream in streams.values()

@@ -316,6 +316,8 @@ def classify_rank_wait(process: Process, since: float) -> RankWait | None:
     """Whether, in the newest sample since then, a rank waits for another one, and not for its own
     threads and children. None without a sample.
     """
+    if process.has_raised:
+        return RankWait.EXCLUDED
     samples = list_samples_since(process, since)
     if not samples:
         return None
@@ -351,6 +353,8 @@ def needs_another_sample(process: Process, since: float, beside_slow: bool) -> b
     """Whether a further sample will show more: whether the threads that it waits for work, or its
     calling thread does; or, if there is none and some rank is slow, whether it waits for a rank.
     """
+    if process.has_raised:
+        return False
     samples = list_samples_since(process, since)
     if not samples:
         return beside_slow

@@ -31,6 +31,7 @@ from ..messages import (
     describe_position,
     describe_ranks,
     describe_ranks_with,
+    format_exception,
     format_waiter_count,
     pluralize,
 )
@@ -55,12 +56,17 @@ def make_absence_verdict(
     if kind is VerdictKind.STARTUP_STALL:
         severity = context.get_start_severity(began_at)
     site, where = None, ""
-    # The first one that a stack shows on a line of the user's code.
+    # The first one that an exception or a stack shows on a line of the user's code.
     for process in context.attempt.find_processes(culprits):
+        whole_process = f"rank {process.rank}" if len(culprits) > 1 else "it"
+        if process.exception is not None and process.has_raised:
+            site = process.exception.site
+            at = f" at {site}" if site is not None else ""
+            where = f": {whole_process} raised {format_exception(process.exception)}{at}"
+            break
         thread = context.find_blocking_thread(process, edge.group, began_at)
         site = find_user_site(thread)
         if site is not None:
-            whole_process = f"rank {process.rank}" if len(culprits) > 1 else "it"
             where = f": {describe_blocking_thread(whole_process, thread)} is at {site}"
             break
     verdict = Verdict(
@@ -77,7 +83,7 @@ def make_absence_verdict(
         site=site,
     )
     summary, advice = messages or MESSAGE_MAKERS[kind](context, verdict, edge)
-    if site is not None and kind is not VerdictKind.EXITED_RANK:
+    if kind is not VerdictKind.EXITED_RANK:
         summary += where
     return replace(verdict, summary=summary, advice=advice)
 
@@ -129,8 +135,12 @@ def _format_startup_advice(context: DiagnosisContext, absent: Ranks) -> str:
 
 def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     culprits = verdict.culprits
-    is_alive = context.processes[culprits[0]].is_alive
-    did = "destroyed the process group" if is_alive else "finished"
+    process = context.processes[culprits[0]]
+    did = "finished"
+    if process.is_alive and process.lifecycle is Lifecycle.EXITING:
+        did = "begun to exit"
+    elif process.is_alive:
+        did = "destroyed the process group"
     entered = tuple(rank for rank in culprits if has_entered(edge.stream, rank, edge.seq))
     summary = (
         f"{describe_ranks_with(culprits, 'has')} {did} while"

@@ -27,7 +27,7 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.report.recovery import get_signal_name
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import Process
+from hangwatch.tracking.process import INTERRUPT, Process
 
 from ..context import (
     PEER_ERROR_TYPES,
@@ -54,7 +54,6 @@ from .devices import make_stalled_verdict, make_stuck_verdict
 from .progress import check_agreement, make_no_progress_verdict
 
 _MAX_SEARCHED_RANKS = 1000  # ranks whose waits are followed back from a failure
-_INTERRUPT = "KeyboardInterrupt"
 _LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _WATCHDOG_ADVICE = (
@@ -76,7 +75,7 @@ def has_failed_exit(process: Process) -> bool:
     end = process.exit
     if end is None:
         # Python may take long to exit, or never finish exiting, after an uncaught exception.
-        has_raised = process.exception is not None and process.exception.type != _INTERRUPT
+        has_raised = process.exception is not None and process.exception.type != INTERRUPT
         return has_raised and process.lifecycle is Lifecycle.EXITING
     if _is_exit_unseen(process):
         return process.lifecycle < Lifecycle.EXITING or process.exception is not None
@@ -89,7 +88,7 @@ def was_terminated(process: Process) -> bool:
     """
     if process.exit is None or process.exit.signal not in TERMINATION_SIGNALS:
         return False
-    return process.exception is None or process.exception.type == _INTERRUPT
+    return process.exception is None or process.exception.type == INTERRUPT
 
 
 def get_failure_time(process: Process) -> float:
@@ -178,7 +177,7 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     if ended_at is None:
         delay_s = PEER_ERROR_DELAY_S if has_peer_error(first) else 0.0
         ended_at = get_failure_time(first) + delay_s
-    has_settled = context.now - ended_at >= context.limits.settle_s
+    has_settled = context.now - ended_at >= context.get_settle_s([first])
     due = has_settled and not not_reporting and is_in_teardown is False
     failed_ranks = {process.rank for process in failed}
     # Whether its watchdog ended the first of these ranks and it was not the only one, or had waited for a
@@ -390,7 +389,7 @@ def _format_exception_advice(others: list[Process]) -> str:
     types_by_rank = {}
     for process in others:
         exception = process.exception
-        if exception is None or exception.type == _INTERRUPT or has_peer_error(process):
+        if exception is None or exception.type == INTERRUPT or has_peer_error(process):
             continue
         types_by_rank[process.rank] = exception.type
     if not types_by_rank:

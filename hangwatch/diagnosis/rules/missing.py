@@ -369,7 +369,9 @@ class _ChainEnds:
         if is_guess and kind is VerdictKind.EXITED_RANK and self._have_entered(ranks):
             limit_s = inf  # some backends never report that an asynchronous call is complete
         elif is_immediate:
-            limit_s = max(limits.settle_s, MIN_WAIT_S)
+            limit_s = max(
+                context.get_settle_s(context.attempt.find_processes(culprits)), MIN_WAIT_S
+            )
         elif is_guess:
             limit_s *= 2
         if kind is VerdictKind.MISSING_RANK:

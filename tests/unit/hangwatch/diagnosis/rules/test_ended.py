@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
+from hangwatch.model.calls import Site
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle
-from tests.simulation.scripted_job import ScriptedJob
+from tests.simulation.scripted_job import LIMITS, ScriptedJob
 
 
 def test_killed_rank_is_named_but_not_ranks_ended_by_launcher() -> None:
@@ -173,6 +174,61 @@ def test_interrupted_job_is_no_alert() -> None:
         )
     job.advance_time(20)
     assert job.list_due_verdicts() == []
+
+
+def test_rank_that_raised_and_does_not_exit_is_not_slow() -> None:
+    """A thread of its own that works keeps the process alive: where it raised is what matters."""
+    job = ScriptedJob(3)
+    job.make_calls()
+    site = Site(file="train.py", line=12, function="read_batch")
+    job.ranks[1].exception = ExceptionInfo(type="ValueError", message="bad batch", site=site)
+    job.ranks[1].exception_at = job.now
+    job.ranks[1].idle = False
+    job.make_calls(except_ranks=(1,), done=False)
+    job.send_heartbeats()
+    job.advance_time(LIMITS.stall_after_s + 5)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (1,))
+    assert verdict.summary.endswith("it raised ValueError: bad batch at train.py:12 in read_batch")
+    assert verdict.site == site
+
+
+def test_rank_that_went_on_after_an_exception_was_shown_is_not_ended_by_it() -> None:
+    """An interactive session shows an exception as if it ended the program, and goes on."""
+    job = ScriptedJob(3)
+    job.make_calls()
+    job.ranks[1].exception = ExceptionInfo(type="ValueError", message="bad batch")
+    job.ranks[1].exception_at = job.now
+    job.advance_time(5)
+    job.make_calls()
+    job.make_calls(except_ranks=(1,), done=False)
+    job.send_heartbeats()
+    job.advance_time(LIMITS.stall_after_s + 5)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.kind is VerdictKind.MISSING_RANK and "bad batch" not in verdict.summary
+
+
+@pytest.mark.parametrize("how", ["exiting", "ended", "in a finally clause"])
+def test_interrupted_rank_is_named_only_if_the_others_keep_waiting(how: str) -> None:
+    """Ctrl-C interrupts all ranks: one that waits in native code acts on it once the first one is gone."""
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.make_call(1)
+    job.send_heartbeats()
+    interrupt = ExceptionInfo(type="KeyboardInterrupt", message="")
+    if how == "ended":
+        job.end_process(0, signal=signal.SIGINT, exception=interrupt)
+    elif how == "exiting":
+        job.ranks[0].exception, job.ranks[0].exception_at = interrupt, job.now
+        job.ranks[0].lifecycle = Lifecycle.EXITING
+    else:
+        job.ranks[0].handling, job.ranks[0].lifecycle = interrupt, Lifecycle.DESTROYED
+    job.advance_time(LIMITS.stall_after_s - 1)
+    assert job.list_due_verdicts() == []
+    job.advance_time(3)
+    (verdict,) = job.list_due_verdicts()
+    kind = VerdictKind.DEAD_RANK if how == "ended" else VerdictKind.EXITED_RANK
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (kind, (0,), (1,))
 
 
 def test_ranks_exiting_successfully_seconds_apart_are_no_alert() -> None:
