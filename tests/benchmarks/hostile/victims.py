@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -44,6 +45,8 @@ class HangingJobs:
                 use_server=lambda _: nullcontext(self.server),
             )
             self.outcomes.append(outcome)
+            if not outcome.is_ok:  # how it came to that can only be seen now
+                print(f"victim-{number}: {outcome}", file=sys.stderr, flush=True)
             time.sleep(max(0.0, min(ends_at, started_at + INTERVAL_S) - time.monotonic()))
 
     def list_problems(self) -> list[str]:
