@@ -17,6 +17,7 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
 from pydantic import RootModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -100,7 +101,7 @@ def build_app(
         responses=_ERROR_RESPONSES,
     )
     app.state.hangwatch = state
-    for kind in (Problem, HTTPException, RequestValidationError, Exception):
+    for kind in (Problem, HTTPException, RequestValidationError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
     for routes in (
         heartbeats.build_router(agent_endpoint),
@@ -142,6 +143,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             ]
             detail = "the request does not match its description in /docs; see errors"
             problem = Problem(422, detail, errors=errors)
+        case ClientDisconnect():  # nobody reads the answer, and it is no error of the server's
+            problem = Problem(400, "the connection was closed before the request was complete")
         case _:
             problem = Problem(500, rendering.INTERNAL_ERROR_DETAIL)
     accepts_page = "text/html" in request.headers.get("accept", "")

@@ -13,7 +13,7 @@ from hangwatch.model.bounds import limit_texts
 from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, GroupKey, is_group_address, pack_ranks, unpack_ranks
 from hangwatch.model.hardware import Observation, UnavailableSource
-from hangwatch.model.ranks import AttemptKey
+from hangwatch.model.ranks import AttemptKey, Ranks
 from hangwatch.protocol.heartbeat import HardwareReply, ProcessIdentity, StreamIdentity
 
 from .call_stream import (
@@ -47,6 +47,14 @@ ALL_SILENT_AFTER_S = 15.0
 # What a member reports of a group that determines its `Group`.
 _get_identity_key = attrgetter("name", "desc", "ranks", "backend", "generation", "world", "foreign")
 OrderedGroups = dict[GroupKey, None]  # an ordered set
+
+
+@dataclass(slots=True)
+class _SharedRanks:
+    """The ranks of all groups of an attempt that have the same ones."""
+
+    ranks: Ranks
+    group_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +138,9 @@ class Attempt:
     # The states of foreign groups alone.
     foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _histories: HashHistories = field(default_factory=HashHistories)
-    _member_count: int = 0  # the members of all its different groups together
+    # The different ranks that its groups have, by their packed text.
+    _shared_ranks: dict[str, _SharedRanks] = field(default_factory=dict)
+    _member_count: int = 0  # the ranks in it together
     # All attempts share the foreign groups.
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     # Groups that are gone on all ranks that reported them, but that not all members reported.
@@ -213,8 +223,14 @@ class Attempt:
         """Whether a member has reported the group."""
         return _get_identity_key(identity) in self._groups_by_identity
 
+    def has_group_of(self, packed_ranks: str) -> bool:
+        """Whether some group of it has these ranks."""
+        return packed_ranks in self._shared_ranks
+
     def count_members(self) -> int:
-        """The members of its world and all its different groups, which determine its size in memory."""
+        """The members of its world and of its groups, which determine its size in memory. Groups with the
+        same members share them.
+        """
         return self.world_size + self._member_count
 
     def join_group(self, process: Process, identity: StreamIdentity) -> Group:
@@ -223,6 +239,7 @@ class Attempt:
         """
         key = _get_identity_key(identity)
         known = self._groups_by_identity.get(key)
+        shared = self._shared_ranks.get(identity.ranks)
         if identity.foreign:
             group = self.foreign_groups.join_group(process, identity)
         elif known is not None:
@@ -231,14 +248,17 @@ class Attempt:
             group = Group(
                 name=identity.name,
                 desc=identity.desc,
-                ranks=unpack_ranks(identity.ranks),
+                ranks=unpack_ranks(identity.ranks) if shared is None else shared.ranks,
                 backend=identity.backend,
                 generation=identity.generation,
                 world_size=identity.world,
             )
         if known is None:
             self._groups_by_identity[key] = group
-            self._member_count += len(group.ranks)
+            if shared is None:
+                shared = self._shared_ranks[identity.ranks] = _SharedRanks(group.ranks)
+                self._member_count += len(group.ranks)
+            shared.group_count += 1
         return group
 
     def intern_call(self, call: Call) -> Call:
@@ -347,12 +367,19 @@ class Attempt:
             texts = (group.name, group.desc, pack_ranks(group.ranks), group.backend)
             key = (*texts, group.generation, group.world_size, "")
             if self._groups_by_identity.pop(key, None) is not None:
-                self._member_count -= len(group.ranks)
+                self._release_ranks(texts[2])
         for stream in state.members.values():
             stream.group_state = None
         self._drop_group_state(state)
         self.device_groups.pop(state.key, None)
         self.message_groups.discard(state.key)
+
+    def _release_ranks(self, packed_ranks: str) -> None:
+        shared = self._shared_ranks[packed_ranks]
+        shared.group_count -= 1
+        if not shared.group_count:
+            del self._shared_ranks[packed_ranks]
+            self._member_count -= len(shared.ranks)
 
     def _drop_group_state(self, state: GroupState) -> None:
         key = state.key

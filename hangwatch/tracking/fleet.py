@@ -373,7 +373,7 @@ class Fleet:
         if process is not None and is_owned_by_other(process, beat, now):
             self.foreign_reports += 1
             return True
-        if process is not None and identity is not None and self._has_moved(process, identity):
+        if process is not None and identity is not None and self.has_moved(process, identity):
             # The process reported a rank before init_process_group assigned it another one, or joins
             # another world.
             self._release_rank(process)
@@ -423,6 +423,23 @@ class Fleet:
                 change_count(self.process_counts, get_family(job), 1)
             self.processes[key] = process
 
+    def choose_attempt(
+        self, beat: Heartbeat, identity: ProcessIdentity, now: float
+    ) -> tuple[str, Attempt | None]:
+        """The name of the job that a new process belongs to, and its attempt: the latest of that job, or
+        None if the process begins another.
+        """
+        worlds = self.list_family(identity.job)
+        job = choose_job_name(worlds, self.former_attempts, identity, now)
+        latest = self.latest_attempt(job)
+        if latest is None:
+            return job, None
+        holder = latest.processes.get(identity.rank)
+        if holder is not None and is_owned_by_other(holder, beat, now):
+            return job, None
+        is_accepted = accepts_process(latest, beat.host, identity, now - identity.started_s)
+        return job, latest if is_accepted else None
+
     def _register_process(
         self,
         beat: Heartbeat,
@@ -433,15 +450,12 @@ class Fleet:
         """Adds a new process to the latest attempt of its job, or to a new attempt."""
         rank = identity.rank
         started_at = now - identity.started_s
-        worlds = self.list_family(identity.job)
-        job = choose_job_name(worlds, self.former_attempts, identity, now)
-        latest = attempt = self.latest_attempt(job)
+        job, attempt = self.choose_attempt(beat, identity, now)
+        latest = self.latest_attempt(job)
         if job != identity.job:
-            self._release_members(worlds, identity.master, job)
+            self._release_members(self.list_family(identity.job), identity.master, job)
         holder = None if latest is None else latest.processes.get(rank)
-        if holder is not None and is_owned_by_other(holder, beat, now):
-            attempt = None
-        if attempt is None or not accepts_process(attempt, beat.host, identity, started_at):
+        if attempt is None:
             last = latest or self.former_attempts.pop(job, None)
             attempt = Attempt(
                 job=job,
@@ -470,7 +484,7 @@ class Fleet:
         self._index_process(process, identity.job)
         return process
 
-    def _has_moved(self, process: Process, identity: ProcessIdentity) -> bool:
+    def has_moved(self, process: Process, identity: ProcessIdentity) -> bool:
         """Whether a process has another rank than before, or has joined another world of its job, or any
         world after it was only a member of a group without one.
         """

@@ -90,7 +90,7 @@ class AgentEndpoint:
                     # Nobody else has the heartbeat yet, so that it need not be copied.
                     object.__setattr__(beat, "agent", qualify_agent(grant.tenant, beat.agent))
                 check_job(beat, grant.job)
-                check_memory(beat, shared.fleet)
+                check_memory(beat, shared.fleet, shared.now())
                 if watch.job_claims is not None:
                     watch.job_claims.check_heartbeat(beat)
                 return beat

@@ -219,8 +219,8 @@ def check_job(beat: Heartbeat, allowed: str | None) -> None:
             )
 
 
-def check_memory(beat: Heartbeat, fleet: Fleet) -> None:
-    """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
+def check_memory(beat: Heartbeat, fleet: Fleet, now: float) -> None:
+    """Raises Problem if a heartbeat that was received at ``now`` would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
         jobs = {update.identity.job for update in beat.processes if update.identity is not None}
         families = set(map(get_family, jobs)) or fleet.agents.get_families(beat.agent)
@@ -246,7 +246,7 @@ def check_memory(beat: Heartbeat, fleet: Fleet) -> None:
         return
     if new_identities:
         _check_new_processes(beat.agent, new_identities, fleet)
-    added_members = _count_added_members(beat, growing, fleet)
+    added_members = _count_added_members(beat, growing, fleet, now)
     if added_members:
         total = fleet.count_members() + added_members.total()
         for family, count in added_members.items():
@@ -285,56 +285,75 @@ def _check_new_processes(
     for family, count in added.items():
         count += fleet.process_counts[family]
         limits.PROCESSES.check_share(count, total, family, _REMEDY)
-    new_jobs = {identity.job for identity in identities}
+    # Each further process of a rank begins another attempt of its job.
+    attempts: Counter[str] = Counter()
+    for (job, _), count in Counter((i.job, i.rank) for i in identities).items():
+        attempts[job] = max(attempts[job], count)
+    new_jobs = set(attempts)
     limits.JOBS_PER_AGENT.check(len(fleet.list_jobs(agent) | new_jobs), "{} jobs")
     for job in new_jobs:
-        count = len(fleet.list_attempts(job)) + 1
+        count = len(fleet.list_attempts(job)) + attempts[job]
         limits.ATTEMPTS_PER_JOB.check(count, f"job {job}", "give it another name")
-    new_jobs = {job for job in new_jobs if fleet.latest_attempt(job) is None}
-    total = len(fleet.attempts) + len(new_jobs)
-    for family, count in Counter(map(get_family, new_jobs)).items():
+    begun: Counter[str] = Counter()
+    for job, count in attempts.items():
+        begun[get_family(job)] += count - (fleet.latest_attempt(job) is not None)
+    total = len(fleet.attempts) + begun.total()
+    for family, count in (+begun).items():
         count += sum(1 for _ in fleet.iter_related(family))
         limits.ATTEMPTS.check_share(count, total, family, _REMEDY)
 
 
 @dataclass(slots=True)
 class _Growth:
-    """The addition of a heartbeat to an attempt, or to a job that has none yet."""
+    """The addition of a heartbeat to an attempt of a job; None: to one that it begins."""
 
+    job: str
     attempt: Attempt | None
     world_size: int = 0
-    opened_world_size: int = 0  # reported by a new process, which may open another attempt
     groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
 
 
 def _count_added_members(
-    beat: Heartbeat, processes: Iterable[heartbeat.ProcessUpdate], fleet: Fleet
+    beat: Heartbeat, processes: Iterable[heartbeat.ProcessUpdate], fleet: Fleet, now: float
 ) -> Counter[str]:
     """The members that groups and worlds add, by family. Raises Problem if an attempt would have too
     many.
     """
-    growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
+    growth: dict[AttemptKey | tuple[str, int, int], _Growth] = {}
+
+    def add_process(grown: _Growth, process: heartbeat.ProcessUpdate) -> None:
+        if process.identity is not None:
+            grown.world_size = max(grown.world_size, process.identity.world_size)
+        for stream in process.streams:
+            group = stream.identity
+            if group is None:
+                continue
+            if grown.attempt is None or not grown.attempt.has_group_of(group.ranks):
+                grown.groups.add(group)
+
+    new = []
     for process in processes:
         identity = process.identity
         reported = fleet.find_process(beat.agent, beat.host, process)
-        if reported is not None:
-            grown = growth.setdefault(reported.attempt.key, _Growth(reported.attempt))
-        elif identity is not None:
-            latest = fleet.latest_attempt(identity.job)
-            key = identity.job if latest is None else latest.key
-            grown = growth.setdefault(key, _Growth(latest))
-            grown.opened_world_size = max(grown.opened_world_size, identity.world_size)
+        if reported is not None and (identity is None or not fleet.has_moved(reported, identity)):
+            attempt = reported.attempt
+            add_process(growth.setdefault(attempt.key, _Growth(attempt.job, attempt)), process)
+        elif identity is not None:  # updates of an unknown process are not applied
+            new.append((process, identity, *fleet.choose_attempt(beat, identity, now)))
+    # One process that begins an attempt draws later ones of its job into that. Each further process of a
+    # rank begins another.
+    beginning = {job for _, _, job, attempt in new if attempt is None}
+    seen: Counter[tuple[str, int]] = Counter()
+    for process, identity, job, latest in new:
+        seen[job, identity.rank] += 1
+        times = seen[job, identity.rank]
+        if latest is not None and job not in beginning and times == 1:
+            grown = growth.setdefault(latest.key, _Growth(job, latest))
         else:
-            continue  # updates of an unknown process are not applied
-        if identity is not None:
-            grown.world_size = max(grown.world_size, identity.world_size)
-        attempt = grown.attempt
-        for stream in process.streams:
-            group = stream.identity
-            if group is not None and (attempt is None or not attempt.has_group(group)):
-                grown.groups.add(group)
+            grown = growth.setdefault((job, identity.restart, times), _Growth(job, None))
+        add_process(grown, process)
     added: Counter[str] = Counter()
-    for key, grown in growth.items():
+    for grown in growth.values():
         known_count = known_size = 0
         if grown.attempt is not None:
             known_count = grown.attempt.count_members()
@@ -342,6 +361,5 @@ def _count_added_members(
         members = count_members(grown.groups) + max(0, grown.world_size - known_size)
         if members:
             limits.ATTEMPT_MEMBERS.check(known_count + members)
-        if members := max(members, grown.opened_world_size):
-            added[get_family(key if isinstance(key, str) else key.job)] += members
+            added[get_family(grown.job)] += members
     return added

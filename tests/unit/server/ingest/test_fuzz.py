@@ -174,7 +174,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         assert status == 422
         return
     beat = parse_heartbeat(body)
-    assert not refusal_status(check_memory, beat, state.shared.fleet)
+    assert not refusal_status(check_memory, beat, state.shared.fleet, 0.0)
     codec.encode_message(state.watch.apply_heartbeat(beat))
     asyncio.run(state.watch.loop.run_round())
     assert state.shared.failures.count == 0
