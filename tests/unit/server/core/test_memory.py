@@ -119,12 +119,14 @@ def test_largest_job_is_found_by_its_processes_groups_and_calls() -> None:
 
     def make_streams(count: int, ranks: str, calls: tuple[Call, ...]) -> Iterator[StreamUpdate]:
         for uid in range(1, count + 1):
-            group = StreamIdentity(kind=StreamKind.COLLECTIVE, name=f"{uid}", desc="", ranks=ranks)
+            group = StreamIdentity(
+                kind=StreamKind.COLLECTIVE, name=f"{uid}", desc="", ranks=ranks.format(uid)
+            )
             yield StreamUpdate(uid, 1, calls=calls, identity=group)
 
     report("streams", streams=tuple(make_streams(10_000, "0", ())))
     assert find_largest_family(fleet) == "streams"
-    report("members", streams=tuple(make_streams(3, "0-199999", ())))
+    report("members", streams=tuple(make_streams(3, "0-20000{}", ())))
     assert find_largest_family(fleet) == "members"
     shapes = Signature(op="all_to_all", shapes=((1,) * 1000,) * 1000)
     report("calls/1", streams=tuple(make_streams(1, "0", (Call(seq=1, signature=shapes),))))
