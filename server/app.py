@@ -143,7 +143,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             ]
             detail = "the request does not match its description in /docs; see errors"
             problem = Problem(422, detail, errors=errors)
-        case ClientDisconnect():  # nobody reads the answer, and it is no error of the server's
+        case ClientDisconnect():  # not an error of the server; no one receives the response
             problem = Problem(400, "the connection was closed before the request was complete")
         case _:
             problem = Problem(500, rendering.INTERNAL_ERROR_DETAIL)

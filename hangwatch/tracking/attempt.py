@@ -219,10 +219,6 @@ class Attempt:
             if (process := self.processes.get(rank)) is not None:
                 yield process
 
-    def has_group(self, identity: StreamIdentity) -> bool:
-        """Whether a member has reported the group."""
-        return _get_identity_key(identity) in self._groups_by_identity
-
     def has_group_of(self, packed_ranks: str) -> bool:
         """Whether some group of it has these ranks."""
         return packed_ranks in self._shared_ranks

@@ -220,7 +220,7 @@ def check_job(beat: Heartbeat, allowed: str | None) -> None:
 
 
 def check_memory(beat: Heartbeat, fleet: Fleet, now: float) -> None:
-    """Raises Problem if a heartbeat that was received at ``now`` would exceed a limit on what is kept in memory."""
+    """Raises Problem if a heartbeat, received at ``now``, would exceed a limit on what is kept in memory."""
     if beat.agent not in fleet.agents:
         jobs = {update.identity.job for update in beat.processes if update.identity is not None}
         families = set(map(get_family, jobs)) or fleet.agents.get_families(beat.agent)

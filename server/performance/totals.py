@@ -121,9 +121,8 @@ class PartlyReportedCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    arrivals: dict[int, Arrival] = field(
-        default_factory=dict
-    )  # keys: ranks; times: the agents' clocks
+    # By rank. The times are on the clocks of the node agents.
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
     shortest_us: float = math.inf  # the shortest time from entry to completion; -1: one is unknown
 
 

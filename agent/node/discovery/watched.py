@@ -108,9 +108,8 @@ class WatchedProcess:
                 caller_tid = self.history.newest_thread
                 self.activity.update_activity(self.pid, now_ns, caller_tid)
         snapshot = self.snapshot
-        if (
-            snapshot is not None and snapshot.read_ns == now_ns
-        ):  # otherwise the ring was not readable
+        # An older one was corrected when it was read.
+        if snapshot is not None and snapshot.read_ns == now_ns:
             self.snapshot = self._leave_out_pauses(snapshot, now_ns)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
