@@ -13,7 +13,7 @@ def main():
     dist.init_process_group("gloo")
     earlier_calls.make()
     if dist.get_rank() == 0:
-        atexit.register(time.sleep, 3.5)
+        atexit.register(time.sleep, 2.0)
     for step in range(6000):
         if dist.get_rank() == 0:
             time.sleep(0.2)
