@@ -82,6 +82,13 @@ class StreamIdentity:
     foreign: str = ""
     number: int = -1
 
+    @property
+    def members_key(self) -> str:
+        """The groups of an attempt with the same key have the same members. The numbers in a foreign group
+        are no ranks, and mean other processes in another one.
+        """
+        return f"{self.ranks} of {self.foreign}" if self.foreign else self.ranks
+
 
 class StreamUpdate(NamedTuple):
     """The position in one stream. Its JSON is an array, in this order, without the last fields that have

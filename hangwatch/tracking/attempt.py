@@ -51,9 +51,10 @@ OrderedGroups = dict[GroupKey, None]  # an ordered set
 
 @dataclass(slots=True)
 class _SharedRanks:
-    """The ranks of all groups of an attempt that have the same ones."""
+    """The ranks of all groups of an attempt that have the same members."""
 
-    ranks: Ranks
+    ranks: Ranks  # empty for a foreign group, each of which has its own
+    count: int  # of the members
     group_count: int = 0
 
 
@@ -138,7 +139,7 @@ class Attempt:
     # The states of foreign groups alone.
     foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _histories: HashHistories = field(default_factory=HashHistories)
-    # The different ranks that its groups have, by their packed text.
+    # The different ranks that its groups have, by `StreamIdentity.members_key`.
     _shared_ranks: dict[str, _SharedRanks] = field(default_factory=dict)
     _member_count: int = 0  # the ranks in it together
     # All attempts share the foreign groups.
@@ -219,9 +220,9 @@ class Attempt:
             if (process := self.processes.get(rank)) is not None:
                 yield process
 
-    def has_group_of(self, packed_ranks: str) -> bool:
-        """Whether some group of it has these ranks."""
-        return packed_ranks in self._shared_ranks
+    def has_group_of(self, members_key: str) -> bool:
+        """Whether some group of it has these members, see `StreamIdentity.members_key`."""
+        return members_key in self._shared_ranks
 
     def count_members(self) -> int:
         """The members of its world and of its groups, which determine its size in memory. Groups with the
@@ -235,16 +236,18 @@ class Attempt:
         """
         key = _get_identity_key(identity)
         known = self._groups_by_identity.get(key)
-        shared = self._shared_ranks.get(identity.ranks)
+        if known is not None and not identity.foreign:
+            return known
+        shared = self._shared_ranks.get(identity.members_key)
+        ranks: Ranks = ()
         if identity.foreign:
             group = self.foreign_groups.join_group(process, identity)
-        elif known is not None:
-            return known
         else:
+            ranks = unpack_ranks(identity.ranks) if shared is None else shared.ranks
             group = Group(
                 name=identity.name,
                 desc=identity.desc,
-                ranks=unpack_ranks(identity.ranks) if shared is None else shared.ranks,
+                ranks=ranks,
                 backend=identity.backend,
                 generation=identity.generation,
                 world_size=identity.world,
@@ -252,8 +255,9 @@ class Attempt:
         if known is None:
             self._groups_by_identity[key] = group
             if shared is None:
-                shared = self._shared_ranks[identity.ranks] = _SharedRanks(group.ranks)
-                self._member_count += len(group.ranks)
+                shared = _SharedRanks(ranks, len(group.ranks))
+                self._shared_ranks[identity.members_key] = shared
+                self._member_count += shared.count
             shared.group_count += 1
         return group
 
@@ -370,12 +374,12 @@ class Attempt:
         self.device_groups.pop(state.key, None)
         self.message_groups.discard(state.key)
 
-    def _release_ranks(self, packed_ranks: str) -> None:
-        shared = self._shared_ranks[packed_ranks]
+    def _release_ranks(self, members_key: str) -> None:
+        shared = self._shared_ranks[members_key]
         shared.group_count -= 1
         if not shared.group_count:
-            del self._shared_ranks[packed_ranks]
-            self._member_count -= len(shared.ranks)
+            del self._shared_ranks[members_key]
+            self._member_count -= shared.count
 
     def _drop_group_state(self, state: GroupState) -> None:
         key = state.key

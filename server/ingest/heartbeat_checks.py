@@ -196,7 +196,7 @@ def decode_head(body: bytes) -> HeartbeatHead:
 def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
     """The members of all different groups. Raises Problem for an invalid list of ranks."""
     members = 0
-    for ranks in {identity.ranks for identity in identities}:
+    for ranks in {identity.members_key: identity.ranks for identity in identities}.values():
         try:
             count = count_ranks(ranks)
         except ValueError as error:
@@ -328,7 +328,7 @@ def _count_added_members(
             group = stream.identity
             if group is None:
                 continue
-            if grown.attempt is None or not grown.attempt.has_group_of(group.ranks):
+            if grown.attempt is None or not grown.attempt.has_group_of(group.members_key):
                 grown.groups.add(group)
 
     new = []

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.simulation.waiting import wait_until
 
 from . import expected as programs
@@ -103,12 +105,17 @@ def check_program(
         except launchers.MissingLauncherError as error:
             outcome.problems.append(str(error))
             return outcome
+        except httpx.HTTPError as error:  # the others are to run all the same
+            outcome.problems.append(f"the server failed: {error}")
         finally:
             cleanup_problems = clean_up_job(folder / "run")
         job.process.wait()
         outcome.problems += cleanup_problems
         logs = [path.read_text(errors="replace") for path in job.run_dir.rglob("agent.log")]
-        outcome.log = "\n--- ".join([server.read_log()[log_start:], job.stderr, *logs])
+        server_log = server.read_log()[log_start:]
+        if "Traceback" in server_log:
+            outcome.problems.append("an error of the server, see its log")
+        outcome.log = "\n--- ".join([server_log, job.stderr, *logs])
     return outcome
 
 

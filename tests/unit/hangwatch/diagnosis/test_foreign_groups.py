@@ -94,6 +94,23 @@ def test_groups_of_one_name_are_two() -> None:
     assert get_transfer_group(job, 3).ranks == (1, 3)
 
 
+def test_ranks_of_later_groups_are_no_numbers() -> None:
+    """The numbers 0 and 1 of a foreign group are written like the ranks 0 and 1 of a process group."""
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank, number in ((2, 0), (3, 1)):
+        job.make_foreign_call(rank, number, done=True)
+    job.send_heartbeats()
+    job.add_group("first two", (0, 1))
+    for rank in (0, 1):
+        job.make_call(rank, group="first two")
+    job.send_heartbeats()
+    groups = [s.group for s in job.latest_attempt.processes[0].streams.values()]
+    assert (0, 1) in [group.ranks for group in groups if not group.foreign]
+    members = job.latest_attempt.count_members()
+    assert members == 4 + 4 + 2 + 2, "of the world, its group, the foreign group and the new one"
+
+
 def test_number_that_two_processes_claim_says_nothing() -> None:
     job = ScriptedJob(4)
     job.make_calls()
