@@ -53,8 +53,8 @@ OrderedGroups = dict[GroupKey, None]  # an ordered set
 class _SharedRanks:
     """The ranks of all groups of an attempt that have the same members."""
 
-    ranks: Ranks  # empty for a foreign group, each of which has its own
-    count: int  # of the members
+    ranks: Ranks  # empty if the group is foreign: its ranks become known later
+    member_count: int
     group_count: int = 0
 
 
@@ -141,7 +141,7 @@ class Attempt:
     _histories: HashHistories = field(default_factory=HashHistories)
     # The different ranks that its groups have, by `StreamIdentity.members_key`.
     _shared_ranks: dict[str, _SharedRanks] = field(default_factory=dict)
-    _member_count: int = 0  # the ranks in it together
+    _member_count: int = 0  # the sum of their member counts
     # All attempts share the foreign groups.
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     # Groups that are gone on all ranks that reported them, but that not all members reported.
@@ -257,7 +257,7 @@ class Attempt:
             if shared is None:
                 shared = _SharedRanks(ranks, len(group.ranks))
                 self._shared_ranks[identity.members_key] = shared
-                self._member_count += shared.count
+                self._member_count += shared.member_count
             shared.group_count += 1
         return group
 
@@ -379,7 +379,7 @@ class Attempt:
         shared.group_count -= 1
         if not shared.group_count:
             del self._shared_ranks[members_key]
-            self._member_count -= shared.count
+            self._member_count -= shared.member_count
 
     def _drop_group_state(self, state: GroupState) -> None:
         key = state.key
