@@ -1,4 +1,4 @@
-"""Builds the wheel with the native recorder inside, prebuilt: ``python deploy/wheel.py PYTHON...``.
+"""Builds the wheel with the native recorder and the plugin for NCCL inside, prebuilt: ``python deploy/wheel.py PYTHON...``.
 
 Each PYTHON is an interpreter with another minor version of torch, for which the recorder is compiled
 and tried; the manifest in the wheel says with which releases. With several interpreters of the same torch, the
@@ -40,6 +40,13 @@ if not library.exists():
         cache.append_digest(library)
     except build.BuildError as error:
         sys.exit(str(error))
+plugin = Path(sys.argv[1]) / cache.get_prebuilt_plugin_name()
+if not plugin.exists():
+    try:
+        build.compile_plugin(plugin, build.find_compiler(os.environ) or ["c++"], os.environ)
+        cache.append_digest(plugin)
+    except build.BuildError as error:
+        sys.exit(str(error))
 try:
     cache.verify_library(library)
     build.check_library(library, os.environ)
@@ -50,6 +57,7 @@ print(json.dumps({
     "library": library.name,
     "releases": cache.describe_releases(),
     "sources": cache.hash_sources(),
+    "plugin_sources": cache.hash_plugin_sources(),
     "torch": torch.__version__,
 }))
 """
@@ -88,7 +96,7 @@ def _prepare_recorders(pythons: list[str], library: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     recorders: dict[str, list[dict[str, str]]] = {}
-    sources = ""
+    hashes: dict[str, str] = {}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HANGWATCH_")}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(library), *filter(None, [environment.get("PYTHONPATH")])]
@@ -108,10 +116,10 @@ def _prepare_recorders(pythons: list[str], library: Path, folder: Path) -> None:
         if done.returncode:
             raise WheelError(f"{python}: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads(done.stdout.strip().splitlines()[-1])
-        sources = found["sources"]
+        hashes = {name: found[name] for name in ("sources", "plugin_sources")}
         recorders.setdefault(found["library"], []).append(found["releases"])
         print(f"{found['library']}: works with torch {found['torch']}", file=sys.stderr, flush=True)
-    manifest = {"sources": sources, "recorders": recorders}
+    manifest = {**hashes, "recorders": recorders}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

@@ -21,8 +21,9 @@ class LaunchInfo:
     rank: int | None
     world_size: int
     local_rank: int | None
-    # A wrapper script may set this for the rank alone, so it is not compared.
+    # A wrapper script may set these for the rank alone, so they are not compared.
     on_hang: str = field(default="", compare=False)
+    gpu_stacks: bool = field(default=False, compare=False)
 
 
 # The number, the count and the number on the host of a task, as Open MPI, Slurm, and MPICH or Intel
@@ -63,6 +64,7 @@ def parse_environ(env: Environ, rendezvous: str = "") -> LaunchInfo:
         world_size=_parse_number(env, "WORLD_SIZE") or 0,
         local_rank=_parse_number(env, "LOCAL_RANK"),
         on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
+        gpu_stacks=is_switched_on(env, "HANGWATCH_GPU_STACKS"),
     )
 
 
@@ -85,7 +87,11 @@ def parse_task(env: Environ) -> LaunchInfo | None:
 
 def is_switched_off(env: Environ) -> bool:
     """Whether HANGWATCH_DISABLE keeps a process from being recorded."""
-    return env.get("HANGWATCH_DISABLE", "0") not in ("", "0")
+    return is_switched_on(env, "HANGWATCH_DISABLE")
+
+
+def is_switched_on(env: Environ, name: str) -> bool:
+    return env.get(name, "0") not in ("", "0")
 
 
 def _parse_number(env: Environ, name: str) -> int | None:

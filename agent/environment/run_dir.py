@@ -24,6 +24,8 @@ RING_SUFFIX = ".ring"
 STACKS_SUFFIX = ".stacks"  # the stacks that a rank writes of itself
 NO_GIL_TEXT = "without GIL\n"  # a rank without a GIL writes this instead of its stacks
 THREADS_SUFFIX = ".threads"  # the ids and names of its threads
+# After the pid of a process: the core dump of its GPUs, and the pipe by which one is requested.
+GPU_CORE_SUFFIX, GPU_PIPE_SUFFIX = ".gpucore", ".gpupipe"
 
 
 # What the folder's name may end in, where all users may create names, such as in /dev/shm.

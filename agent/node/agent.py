@@ -20,10 +20,11 @@ from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
 from .reporting.uplink import HeartbeatOutcome, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
-from .requests.commands import CommandExecutor, CommandPoll
+from .requests.commands import AbortTracker, CommandExecutor, CommandPoll
 from .requests.recordings import RecordingWorker
 from .requests.traces import TraceRequests
 from .schedule import ProcessScanner, ReportSchedule
+from .stacks.cuda_gdb import CudaGdb, KernelReader, locate_cuda_gdb
 from .stacks.pyspy import PySpy
 from .stacks.sampler import StackSampler
 from .system.runtime import AgentLog, WakeupSelector
@@ -57,7 +58,10 @@ class NodeAgent:
         wake = self._wakeup.wake
         self._uplink = Uplink(targets, wake, warn_once=log.warn_once)
         self._recordings = RecordingWorker(pyspy, wake)
-        sampler = StackSampler(pyspy, wake, self._recordings.preempt_recording)
+        preempt_recording = self._recordings.preempt_recording
+        sampler = StackSampler(pyspy, wake, preempt_recording)
+        cuda_gdb = CudaGdb(path=locate_cuda_gdb())
+        kernels = KernelReader(cuda_gdb, wake, sampler.locks, preempt_recording)
         self._hardware = HardwareMonitor(wake)
         now_ns = time.monotonic_ns()
         self._schedule = ReportSchedule(now_ns)
@@ -84,7 +88,15 @@ class NodeAgent:
         )
         self._command_poll = CommandPoll(self._composer.agent_id, wake)
         self._commands = CommandExecutor(
-            self._watched, sampler, self._recordings, self._hardware, traces, self._outbox, log
+            watched=self._watched,
+            sampler=sampler,
+            recordings=self._recordings,
+            kernels=kernels,
+            hardware=self._hardware,
+            traces=traces,
+            outbox=self._outbox,
+            log=log,
+            abort_tracker=AbortTracker(log.warn_once),
         )
         self._outage = OutageTracker(folder / run_dir.NOTICE_NAME, log)
         self._in_flight: Heartbeat | None = None

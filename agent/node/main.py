@@ -204,7 +204,11 @@ def clean_run_dir(folder: Path, lock_fd: int, *, keep_log: bool) -> None:
     if not keep_log:
         names.append(run_dir.AGENT_LOG_NAME)
     names.append(run_dir.AGENT_LOCK_NAME)
-    if not any(name.endswith(run_dir.RING_SUFFIX) for name in os.listdir(folder)):
+    present = os.listdir(folder)
+    if not any(name.endswith(run_dir.RING_SUFFIX) for name in present):
+        # Children of ranks may have left such files.
+        suffixes = (run_dir.GPU_CORE_SUFFIX, run_dir.GPU_PIPE_SUFFIX)
+        names[:0] = [name for name in present if name.endswith(suffixes)]
         for name in names:
             with contextlib.suppress(OSError):  # never created, or already removed
                 (folder / name).unlink()

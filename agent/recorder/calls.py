@@ -1,4 +1,5 @@
-"""Reads one ``c10d`` call: its stream, its signature, its site, and how its completion is found.
+"""Reads one call of a ``c10d`` operator, or of one on symmetric memory: its stream, its signature, its
+site, and how its completion is found.
 
 Every call of every rank pays for this code, so known values are looked up instead of computed.
 
@@ -18,12 +19,23 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, ProcessGroup, get_debug_level
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    ProcessGroup,
+    _resolve_process_group,
+    get_debug_level,
+)
 from torch.distributed import DistError
 
 from hangwatch.model.calls import Signature, StreamKind, encode_signature, with_agreement_hash
 from hangwatch.model.groups import REPORTING_BACKENDS
-from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS, MustMatch, OperatorSpec, P2pRole
+from hangwatch.model.operators import (
+    LOCAL_OPERATORS,
+    OPERATORS_BY_LIBRARY,
+    MustMatch,
+    OperatorSpec,
+    P2pRole,
+)
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
@@ -38,10 +50,10 @@ _MAX_SHAPES = 8  # tensors of a list whose shapes are kept
 _COMPARED_PER_END = 32  # tensors at either end of a longer list; its length is always compared
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _unbox_group = ProcessGroup.unbox
-_NAMESPACE = "c10d::"
 _GROUP_TYPE = "c10d.ProcessGroup"
 _WORK_TYPE = "c10d.Work"
 _REDUCE_OP_TYPE = "c10d.ReduceOp"
+_MAX_REDUCE_OP_CHARS = 32  # of one that is named
 _CHECKING_BACKENDS = ("gloo", "nccl")
 # The exceptions that torch raises for wrong arguments, whichever backend is used.
 _ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, NotImplementedError)
@@ -69,12 +81,17 @@ class CallReader:
             indices[argument.name] = index
             if "Tensor" in str(argument.type):
                 tensor_indices.append(index)
-        self._group_index = _find_type(schema, _GROUP_TYPE)
+        self._is_symmetric = spec.is_symmetric
+        self._group_index = (
+            indices.get("group_name", -1) if spec.is_symmetric else _find_type(schema, _GROUP_TYPE)
+        )
         self.tensors_index = indices.get(spec.tensors_arg or "tensor", -1)
         self._tensor_indices = tensor_indices if spec.is_generic else None
         self.reduce_op_index = _find_type(schema, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
-        self.root_index = indices.get("root_rank", -1)
+        # Operators on symmetric memory name the reduce op, and some have a default for it.
+        self._reduce_op_name_index = indices.get("reduce_op", indices.get("red_op", -1))
+        self.root_index = indices.get("root_rank", indices.get("root", -1))
         is_send = spec.p2p_role == "send"
         # A receive from any source has no peer.
         self._peer_index = indices.get("dst" if is_send else "src", -1)
@@ -145,9 +162,11 @@ class CallReader:
             tensors = [tensor for tensor in flatten_tensors(given) if tensor is not None]
         is_single = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
         first = tensors[0] if is_single else find_first_tensor(tensors)
-        reduce_op = None
+        reduce_op: int | str | None = None
         if self.reduce_op_index >= 0:
             reduce_op = self._read_reduce_op(args[self.reduce_op_index], caller)
+        elif self._is_symmetric:
+            reduce_op = self._read_reduce_op_name(args)
         root = args[self.root_index] if self.root_index >= 0 else None
         if is_single and self._split_indices is None:
             key = (first.shape, first.dtype, reduce_op, root)
@@ -179,7 +198,11 @@ class CallReader:
         """The group of a call, which is opened at its first call; None if the call has no group."""
         if self._tensor_indices is not None and not self._has_group(args):
             return None
-        return recorder.groups.find_group(_unbox_group(args[self._group_index]))
+        pg = self._find_process_group(args)
+        if pg is None:
+            return None
+        groups = recorder.groups
+        return groups.find_symmetric_group(pg) if self._is_symmetric else groups.find_group(pg)
 
     def _find_completion(
         self,
@@ -208,6 +231,8 @@ class CallReader:
     def find_failure_rule(self, recorder: Recorder, args: Arguments) -> FailureRule:
         """Finds which exceptions show that the call, which was entered, did not communicate."""
         track = self.find_track(recorder, args) if self._has_group(args) else None
+        if track is not None and self._is_symmetric:
+            return FailureRule.CHECKS  # the arguments are checked before the kernel is launched
         # torch compares the calls of all members first at debug level DETAIL, and raises an
         # exception on all of them. An operator without a Work communicates itself.
         is_compared = get_debug_level() == DebugLevel.DETAIL
@@ -220,7 +245,25 @@ class CallReader:
 
     def find_track(self, recorder: Recorder, args: Arguments) -> GroupTrack | None:
         """The group of a call that was entered."""
-        return recorder.groups.tracks.get(id(_unbox_group(args[self._group_index])))
+        groups = recorder.groups
+        tracks = groups.symmetric_tracks if self._is_symmetric else groups.tracks
+        return tracks.get(id(self._find_process_group(args)))
+
+    def _find_process_group(self, args: Arguments) -> Any:
+        """The process group of a call; None if torch has none of the name that the call gives."""
+        group = args[self._group_index]
+        if not self._is_symmetric:
+            return _unbox_group(group)
+        try:
+            return _resolve_process_group(group)
+        except RuntimeError:  # other code has given symmetric memory a communicator of its own
+            return None
+
+    def _read_reduce_op_name(self, args: Arguments) -> str | None:
+        index = self._reduce_op_name_index
+        if index < 0:
+            return None
+        return str(args[index])[:_MAX_REDUCE_OP_CHARS] if index < len(args) else _REDUCE_OPS[0]
 
     def read_reduce_op(self, args: Arguments, caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
@@ -246,7 +289,12 @@ class CallReader:
         return self._group_index < len(args) and args[self._group_index] is not None
 
     def _make_key(
-        self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: Arguments
+        self,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | str | None,
+        root: int | None,
+        args: Arguments,
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
@@ -262,7 +310,7 @@ class CallReader:
         ring: RingWriter,
         tensors: Any,
         first: Any,
-        reduce_op: int | None,
+        reduce_op: int | str | None,
         root: int | None,
         splits: Any,
     ) -> InternedSignature:
@@ -279,8 +327,8 @@ class CallReader:
         shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
         if len(flat) > _MAX_SHAPES:
             shapes.append(())
-        reduce_op_name = None
-        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
+        reduce_op_name = reduce_op if isinstance(reduce_op, str) else None
+        if isinstance(reduce_op, int) and reduce_op < len(_REDUCE_OPS):
             reduce_op_name = _REDUCE_OPS[reduce_op]
         signature = Signature(
             op=self.spec.op,
@@ -349,31 +397,55 @@ def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
 class TorchOperator:
     """One overload of an operator. ``name`` is without namespace, as in ``gather_`` or ``put.out``."""
 
+    library: str  # its namespace
     name: str
     overload: Any  # a torch._ops.OpOverload
     spec: OperatorSpec
 
     @property
+    def qualified_name(self) -> str:
+        return f"{self.library}::{self.name}"
+
+    @property
     def schema(self) -> Any:
         return self.overload._schema
 
+    @property
+    def takes_keywords(self) -> bool:
+        """Whether some arguments can only be passed by name."""
+        return any(argument.kwarg_only for argument in self.schema.arguments)
+
 
 def iter_communicating_operators() -> Iterator[TorchOperator]:
-    """All operators of torch's ``c10d`` library that take a process group, ordered by name."""
+    """The operators of torch's library ``c10d`` that take a process group, and the known ones on
+    symmetric memory, ordered by name.
+    """
     for qualified_name in sorted(torch._C._dispatch_get_all_op_names()):
-        if not qualified_name.startswith(_NAMESPACE):
+        library, _, name = qualified_name.partition("::")
+        known_operators = OPERATORS_BY_LIBRARY.get(library, {})
+        spec = known_operators.get(name)
+        if spec is None and library != "c10d":
             continue
-        name = qualified_name.removeprefix(_NAMESPACE)
         base_name, _, overload_name = name.partition(".")
-        overload = getattr(getattr(torch.ops.c10d, base_name), overload_name or "default")
-        if base_name in LOCAL_OPERATORS or _find_type(overload._schema, _GROUP_TYPE) < 0:
+        packet = getattr(getattr(torch.ops, library), base_name)
+        overload = getattr(packet, overload_name or "default")
+        schema = overload._schema
+        if spec is None or not spec.is_symmetric:
+            if base_name in LOCAL_OPERATORS or _find_type(schema, _GROUP_TYPE) < 0:
+                continue
+            spec = spec or describe_unknown_operator(base_name, schema)
+        elif not _fits_schema(spec, schema):
             continue
-        if any(argument.kwarg_only for argument in overload._schema.arguments):
-            # A kernel gets such arguments by name, for which other operators must not pay.
-            faults.record_message(f"calls of {qualified_name} are not watched: {overload._schema}")
+        operator = TorchOperator(library, name, overload, spec)
+        if operator.takes_keywords and spec.is_generic:  # the group may be one of them
+            faults.record_message(f"calls of {qualified_name} are not watched: {schema}")
             continue
-        spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
-        yield TorchOperator(name, overload, spec)
+        yield operator
+
+
+def _fits_schema(spec: OperatorSpec, schema: Any) -> bool:
+    """Whether this torch has the operator on symmetric memory as it is known: their API may change."""
+    return {spec.tensors_arg, "group_name"} <= {argument.name for argument in schema.arguments}
 
 
 def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:

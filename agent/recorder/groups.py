@@ -16,8 +16,8 @@ from hangwatch.model.calls import ANY_SOURCE, LossReason, StreamKind, encode_inv
 from hangwatch.model.groups import (
     DEVICE_BACKENDS,
     FLIGHT_RECORDER_BACKENDS,
+    SYMMETRIC_BACKEND,
     Group,
-    GroupKey,
     RankTuple,
 )
 from hangwatch.ring.parts import encode_description
@@ -87,8 +87,9 @@ class GroupRegistry:
         self._uids = itertools.count(1)
         # The tracks by id(process group). The id may be reused: compare with `group_ref`.
         self.tracks: dict[int, GroupTrack] = {}
+        self.symmetric_tracks: dict[int, GroupTrack] = {}  # likewise, of `find_symmetric_group`
         # The key of a group without a name is the group itself.
-        self._tracks_by_key: dict[GroupKey | weakref.ref[Any], GroupTrack] = {}
+        self._tracks_by_key: dict[Any, GroupTrack] = {}
         self.world_size = 0
         self.generation = 0  # the number of worlds of that size that this process has been in
         # Each retired stream with the time at which it was retired.
@@ -178,7 +179,11 @@ class GroupRegistry:
 
     def _close_dead_streams(self, before: float) -> None:
         """Retires the streams of deleted groups, and closes those retired before that time."""
-        tables: tuple[dict[Any, GroupTrack], ...] = (self.tracks, self._tracks_by_key)
+        tables: tuple[dict[Any, GroupTrack], ...] = (
+            self.tracks,
+            self.symmetric_tracks,
+            self._tracks_by_key,
+        )
         dead_tracks = {}
         for table in tables:
             for key, track in list(table.items()):
@@ -206,6 +211,27 @@ class GroupRegistry:
         track = self.tracks.get(id(pg))
         if track is None or track.group_ref() is not pg:
             track = self.open_group(pg)
+        return track
+
+    def find_symmetric_group(self, pg: Any) -> GroupTrack:
+        """The track of a group's calls on symmetric memory. The group's backend neither makes nor
+        counts them, so their stream, its numbers and what is known of its completion are their own.
+        """
+        track = self.symmetric_tracks.get(id(pg))
+        if track is None or track.group_ref() is not pg:
+            whole = self.find_group(pg)
+            group = whole.group
+            described = group.desc not in ("", "undefined")
+            symmetric = replace(
+                group,
+                name=f"{group.name}/{SYMMETRIC_BACKEND}",
+                desc=f"{group.desc} (symmetric memory)" if described else group.desc,
+                backend=SYMMETRIC_BACKEND,
+            )
+            key = (whole.group.key, SYMMETRIC_BACKEND)
+            is_recorded = whole.collective_stream is not None
+            track = self._open_track(symmetric, key, whole.group_ref, is_recorded=is_recorded)
+            self.symmetric_tracks[id(pg)] = track
         return track
 
     def open_group(self, pg: Any) -> GroupTrack:
@@ -239,17 +265,22 @@ class GroupRegistry:
 
         ref = weakref.ref(pg, handle_deletion)
         key = group.key if group.name or group.foreign else weakref.ref(pg)
+        # The "fake" backend simulates a world in one process: no other rank makes these calls.
+        track = self._open_track(group, key, ref, is_recorded="fake" not in backend)
+        self.tracks[id(pg)] = track
+        return track
+
+    def _open_track(
+        self, group: Group, key: Any, ref: weakref.ref[Any], *, is_recorded: bool
+    ) -> GroupTrack:
         track = self._tracks_by_key.get(key)
         if track is None:
-            # The "fake" backend simulates a world in one process: no other rank makes these calls.
-            is_fake = "fake" in backend
-            stream = None if is_fake else self.open_stream(StreamKind.COLLECTIVE, group)
+            stream = self.open_stream(StreamKind.COLLECTIVE, group) if is_recorded else None
             track = self._tracks_by_key.setdefault(key, GroupTrack(group, ref, stream))
             if track.collective_stream is not stream:
                 self._close_stream(stream)  # another thread has opened it, too, and was first
         else:
             track.group_ref = ref  # C++ kept the group; only its Python object was replaced
-        self.tracks[id(pg)] = track
         return track
 
 

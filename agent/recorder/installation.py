@@ -36,7 +36,7 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import EXCEPTION, FAULTS, LiveWord
 
 from ..environment import identity, run_dir
-from . import device, dynamo, faults, kernels, ring_file
+from . import core_dumps, device, dynamo, faults, graphs, kernels, nccl, ring_file
 from .annotations import UserAnnotations
 from .checks.settings import load_check_settings
 from .exceptions import describe_exception
@@ -70,7 +70,10 @@ def install_recorder() -> None:
     wrap_function("shrink_group", None, _leave_new_group, _record_lost_group)
     faults.run_guarded("watching the creation of process groups", track_creations)
     faults.run_guarded("watching batches of messages", kernels.track_batches)
+    faults.run_guarded("watching new operators", kernels.track_definitions)
     faults.run_guarded("counting the Flight Recorder's hooks", device.count_attached_hooks)
+    faults.run_guarded("watching CUDA graphs", graphs.track_graphs, torch.cuda.CUDAGraph)
+    faults.run_guarded("enabling core dumps of GPUs", core_dumps.enable_gpu_core_dumps)
     patch_spawn()
     origin_tracker.join_callback = _join_foreign_group
     launch = identity.parse_environ(os.environ)
@@ -155,8 +158,12 @@ class RankProcess:
         pid = os.getpid()
         start_ticks = run_dir.read_start_ticks(pid)
         check_settings = load_check_settings(os.environ)
+        plugin, self._no_plugin_reason = nccl.load_plugin_guarded()
         folder, self.ring = ring_file.create_ring(
-            pid, start_ticks, has_checks=check_settings.any_enabled
+            pid,
+            start_ticks,
+            has_checks=check_settings.any_enabled,
+            has_communicators=plugin is not None,
         )
         self._stack_dumper = StackDumper(self.ring)
         native, self._python_reason = choose_recorder(
@@ -170,7 +177,11 @@ class RankProcess:
             from .checks.inspection import CallChecker
 
             checker = CallChecker(self.ring, check_settings)
-        self.recorder = Recorder(self.ring, native, checker)
+        if plugin is not None:
+            plugin.attach_ring(self.ring)
+            if native is not None:
+                native.set_call_marker(plugin.mark_address)
+        self.recorder = Recorder(self.ring, native, checker, plugin)
         # A foreign group exists by now. Node agents report a ring once it has an identity.
         self.set_lifecycle(Lifecycle.INITIALISED if group_address else Lifecycle.STARTING)
         self.write_identity()
@@ -200,8 +211,10 @@ class RankProcess:
                 "main_thread": threading.main_thread().ident,
                 "recorder": "python" if self.recorder.native is None else "native",
                 "without": self._python_reason,
+                "without_plugin": self._no_plugin_reason,
                 "master": self.master_address,
                 "on_hang": self.launch.on_hang,
+                "gpu_stacks": self.launch.gpu_stacks,
                 **self._stack_dumper.registration,
             }
         )

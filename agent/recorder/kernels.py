@@ -1,5 +1,5 @@
-"""The kernels of all ``c10d`` operators, registered at dispatch key BackendSelect: the Python ones,
-or the native ones if the native recorder was built.
+"""The kernels of all ``c10d`` operators, and of those on symmetric memory, registered at dispatch key
+BackendSelect: the Python ones, or the native ones if the native recorder was built.
 
 Every collective passes there, whether Python, DDP's reducer in C++ or compiled code starts it, and
 whichever backend executes it. The native recorder calls three functions in Python, which return the
@@ -13,21 +13,31 @@ import sys
 from collections.abc import Callable
 from time import monotonic_ns
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from hangwatch.model.calls import LossReason
+from hangwatch.model.operators import OPERATORS_BY_LIBRARY
 
 from . import faults
 from .callers import find_caller, inspect_thread
-from .calls import CallReader, iter_communicating_operators
+from .calls import CallReader, TorchOperator, iter_communicating_operators
 from .dynamo import run_uncompiled
-from .native.library import NativeLibrary, encode_plan
-from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
+from .native.library import NativeLibrary, encode_plan, run_callback
+from .python_kernel import (
+    get_recorder,
+    make_kernel,
+    make_keyword_kernel,
+    record_loss,
+    use_recorder,
+)
 from .recorder import Recorder, clear_call_caches
 from .streams import current_batch
+
+if TYPE_CHECKING:
+    from .checks.tensors import TensorArguments
 
 # The kernels stay registered as long as this object exists.
 _registry: KernelRegistry | None = None
@@ -58,6 +68,19 @@ def register_operators() -> None:
     _registry.register_new_operators()
 
 
+def track_definitions() -> None:
+    """Registers kernels for operators that Python defines from now on, as the module
+    torch.distributed._symmetric_memory does when it is imported.
+    """
+    where = "registering kernels for new operators"
+    faults.extend_method(torch.library.Library, "define", _register_defined, where)
+
+
+def _register_defined(library: Any, _args: faults.Arguments, _: faults.KeywordArguments) -> None:
+    if library.ns in OPERATORS_BY_LIBRARY:
+        register_operators()
+
+
 def track_batches() -> None:
     """Records when ``batch_isend_irecv`` begins a batch on a backend that executes it as a whole."""
     where = "recording the beginning of a batch"
@@ -81,8 +104,13 @@ class KernelRegistry:
         self._registered: set[str] = set()
         # No fragment of ours may outlive or shadow that of others: torch warns of an override only
         # where a kernel was registered before.
-        library_args = ("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT")
-        self._library: Any = torch.library.Library(*library_args)  # type: ignore[no-untyped-call]
+        names = {"hangwatch": "FRAGMENT"}
+        if native is None:
+            names = dict.fromkeys(OPERATORS_BY_LIBRARY, "IMPL")
+        self._libraries: dict[str, Any] = {
+            name: torch.library.Library(name, kind)  # type: ignore[no-untyped-call]
+            for name, kind in names.items()
+        }
         if native is not None:
             self._define("_site() -> int", find_site)
             self._define("_inspect_thread(int thread) -> int", inspect_thread_bits)
@@ -90,33 +118,44 @@ class KernelRegistry:
     def register_new_operators(self) -> None:
         """Raises RuntimeError if torch refuses a kernel."""
         for operator in iter_communicating_operators():
-            if operator.name in self._registered:
+            name = operator.qualified_name
+            if name in self._registered:
                 continue
-            self._registered.add(operator.name)
+            self._registered.add(name)
             if self._native is not None:
                 read_reduce_op = self._native.read_planned_reduce_op
                 reader = CallReader(operator.spec, operator.schema, read_reduce_op)
-                signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
-                self._define(f"{signature}-> int[]", make_planner(reader))
+                planner = name.replace("::", "_")
+                arguments = str(operator.schema).partition("(")[2].rpartition("->")[0]
+                self._define(f"{planner}({arguments}-> int[]", make_planner(reader))
                 # Each size of a split is compared with a size on another rank.
-                self._native.register_operator(
-                    operator.name, compares_all_tensors=operator.spec.split_args is not None
-                )
+                compares_all = operator.spec.split_args is not None
+                self._native.register_operator(name, planner, compares_all_tensors=compares_all)
                 continue
             reader = CallReader(operator.spec, operator.schema)
-            checked = None
-            if self._with_checks:
-                from .checks.tensors import TensorArguments  # most jobs need not load it
+            if operator.takes_keywords:
+                kernel = make_keyword_kernel(reader, operator.overload)
+            else:
+                kernel = make_kernel(
+                    reader, operator.overload, self._find_checked(operator, reader)
+                )
+            library = self._libraries[operator.library]
+            library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
 
-                arguments = TensorArguments(reader, operator.schema)
-                checked = arguments if arguments.input_index >= 0 else None
-            kernel = make_kernel(reader, operator.overload, checked)
-            self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
+    def _find_checked(self, operator: TorchOperator, reader: CallReader) -> TensorArguments | None:
+        """The arguments whose data is examined; None if there are none."""
+        if not self._with_checks or operator.spec.is_symmetric:
+            return None
+        from .checks.tensors import TensorArguments  # most jobs need not load it
+
+        arguments = TensorArguments(reader, operator.schema)
+        return arguments if arguments.input_index >= 0 else None
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""
-        self._library.define(schema)
-        self._library.impl(schema.partition("(")[0], implementation, "BackendSelect")
+        library = self._libraries["hangwatch"]
+        library.define(schema)
+        library.impl(schema.partition("(")[0], implementation, "BackendSelect")
 
 
 def make_planner(reader: CallReader) -> Callable[..., list[int]]:
@@ -130,7 +169,7 @@ def make_planner(reader: CallReader) -> Callable[..., list[int]]:
         rule = reader.find_failure_rule(recorder, args)
         return encode_plan((*details[:-1], mode), int(rule))
 
-    def plan_call(*args: Any) -> list[int]:
+    def plan_call(*args: Any, **_: Any) -> list[int]:
         try:
             recorder = get_recorder()
             if recorder is not None:
@@ -148,11 +187,11 @@ def find_site() -> int:
     if recorder is None:
         return 0
     where = "finding the line of a call"
-    return faults.run_guarded(where, recorder.sites.find_site, sys._getframe()) or 0
+    return run_callback(where, recorder.sites.find_site, sys._getframe()) or 0
 
 
 def inspect_thread_bits(thread: int) -> int:
     """The results of `inspect_thread` as bits, the first one as bit 0."""
-    found = faults.run_guarded("inspecting another thread", inspect_thread, thread)
+    found = run_callback("inspecting another thread", inspect_thread, thread)
     is_in_torch, is_independent = found or (False, False)
     return is_in_torch | is_independent << 1

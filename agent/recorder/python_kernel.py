@@ -11,6 +11,7 @@ Every call of every rank pays for each line here. No error of ours reaches the c
 
 from __future__ import annotations
 
+import functools
 import sys
 from _thread import get_native_id
 from collections.abc import Callable
@@ -40,11 +41,13 @@ from .streams import FRAME_KEY, EnteredCall, find_holding_file, leave_call
 if TYPE_CHECKING:
     from .checks.inspection import PendingCheck
     from .checks.tensors import TensorArguments
+    from .nccl import MarkCall
 
 # (the call, None if it is not watched; the local variables of its caller, if that holds the Work)
 EnterResult = tuple[EnteredCall | None, dict[str, Any] | None]
 
 _current_recorder: Recorder | None = None
+_mark_call: MarkCall | None = None  # `Recorder.mark_call` of the current recorder
 _lower_keyset = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _dense_bits, _sparse_bits, _nested_bits = (
     DispatchKeySet(key).raw_repr()
@@ -62,8 +65,9 @@ def get_recorder() -> Recorder | None:
 
 def use_recorder(recorder: Recorder | None) -> None:
     """Directs the calls of this process to ``recorder``."""
-    global _current_recorder
+    global _current_recorder, _mark_call
     _current_recorder = recorder
+    _mark_call = recorder.mark_call if recorder is not None else None
 
 
 def record_loss(reader: CallReader, args: Arguments, error: Exception) -> None:
@@ -99,6 +103,28 @@ def _record_failure(
     stream.fail_call(entered)
 
 
+def _record_failure_guarded(
+    reader: CallReader, args: Arguments, entered: EnteredCall, error: BaseException
+) -> None:
+    try:
+        run_uncompiled(_record_failure, reader, args, entered, error)
+    except Exception as own_error:  # our error: the user's exception is being raised
+        entered[0].mark_incomplete(LossReason.FAULT, entered[1])
+        faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
+
+
+def _redispatch_marked(
+    mark_call: MarkCall, entered: EnteredCall, redispatch: Callable[..., Any], args: Arguments
+) -> Any:
+    """Passes the call on; the plugin for NCCL knows meanwhile which call it is."""
+    mark_call(entered[0].uid, entered[1])
+    try:
+        return redispatch(*args)
+    finally:
+        args = ()  # an exception keeps this frame, not the tensors
+        mark_call(0, 0)
+
+
 def can_communicate(keyset: Any) -> bool:
     """Whether a call with this key set may communicate. If not, its tensors must not be read: a
     shape may be symbolic, and reading it would change what is traced.
@@ -106,15 +132,30 @@ def can_communicate(keyset: Any) -> bool:
     return not keyset.raw_repr() & _SILENT_BITS
 
 
+def make_keyword_kernel(reader: CallReader, overload: Any) -> Callable[..., Any]:
+    """Makes the function that torch calls for an operator with arguments that are passed by name, for
+    which the kernels of other operators need not pay.
+    """
+
+    def keyword_kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
+        redispatch = functools.partial(overload._handle.redispatch_boxed, **keywords)
+        return make_kernel(reader, overload, None, redispatch)(keyset, *args)
+
+    return keyword_kernel
+
+
 def make_kernel(
-    reader: CallReader, overload: Any, checked: TensorArguments | None
+    reader: CallReader,
+    overload: Any,
+    checked: TensorArguments | None,
+    redispatch: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Makes the function that torch calls. Only the user's own exceptions leave it.
 
     ``checked`` are the arguments whose data the recorder's `CallChecker` examines.
     """
     enter_call = _make_enter_function(reader)
-    redispatch = overload._handle.redispatch_boxed
+    redispatch = redispatch or overload._handle.redispatch_boxed
     returns_only_work = len(overload._schema.returns) == 1
     is_p2p = reader.spec.is_p2p
     # The operators of a key set cost more than a look-up, bound methods more than functions.
@@ -143,13 +184,12 @@ def make_kernel(
                 where, _check_inputs, reader, checked, entered, args, find_caller()
             )
         try:
-            result = redispatch(*(lower + args))
+            if _mark_call is None:
+                result = redispatch(*(lower + args))
+            else:
+                result = _redispatch_marked(_mark_call, entered, redispatch, lower + args)
         except BaseException as error:
-            try:
-                run_uncompiled(_record_failure, reader, args, entered, error)
-            except Exception as own_error:  # our error: the user's exception is being raised
-                entered[0].mark_incomplete(LossReason.FAULT, entered[1])
-                faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
+            _record_failure_guarded(reader, args, entered, error)
             args, pending_check = (), None  # the exception keeps this frame, not the tensors
             raise
         try:

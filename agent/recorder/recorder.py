@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,13 @@ from hangwatch.ring.layout import RecordFlag
 
 from .callers import CallSites
 from .groups import GroupRegistry
-from .native.library import NativeLibrary, NativeStreamRecorder
-from .streams import CompletionMode, EnteredCall, StreamRecorder
+from .native.library import NativeLibrary, NativePlannedCalls, NativeStreamRecorder
+from .streams import CompletionMode, EnteredCall, PlannedCalls, StreamRecorder
 from .writer import RingWriter
 
 if TYPE_CHECKING:
     from .checks.inspection import CallChecker
+    from .nccl import NcclPlugin
 
 MAX_CACHED_CALLS = 4096  # different signatures of one operator
 # The caches of all `CallReader`s, which outlive recorders, as kernels do.
@@ -34,9 +36,13 @@ class Recorder:
         ring: RingWriter,
         native: NativeLibrary | None = None,
         checker: CallChecker | None = None,
+        plugin: NcclPlugin | None = None,
     ) -> None:
-        """``native`` records instead of Python. Only the Python recorder has a ``checker``."""
+        """``native`` records instead of Python. Only the Python recorder has a ``checker``.
+        ``plugin`` counts the calls of NCCL itself, and needs to know which of them torch makes.
+        """
         self.ring = ring
+        self.mark_call = plugin.mark_call if plugin is not None else None
         self.checker = checker
         self.native = native
         ring.rollover_callback = self.clear_caches
@@ -64,6 +70,13 @@ class Recorder:
         """Records a call of this thread that no operator makes, and that blocks until it returns.
         The members must agree on ``op`` and ``detail``.
         """
+        number, agreement_hash = self._intern_declared(op, detail)
+        site = self.sites.find_site(sys._getframe())
+        record_body = stream.pack_record_body(number, site, RecordFlag.BLOCKING)
+        return stream.enter_call(agreement_hash, record_body, 0, CompletionMode.RETURN)
+
+    def _intern_declared(self, op: str, detail: str | None) -> tuple[int, int]:
+        """The number of the signature of a declared call, and its agreement hash."""
         number, agreement_hash = self._declared_signatures.get((op, detail), (0, 0))
         if not number or not self.ring.is_signature_fresh(number):
             if len(self._declared_signatures) >= MAX_CACHED_CALLS:
@@ -73,9 +86,20 @@ class Recorder:
             number = self.ring.intern_signature(encode_signature(signature))
             agreement_hash = signature.agree
             self._declared_signatures[op, detail] = number, agreement_hash
-        site = self.sites.find_site(sys._getframe())
-        record_body = stream.pack_record_body(number, site, RecordFlag.BLOCKING)
-        return stream.enter_call(agreement_hash, record_body, 0, CompletionMode.RETURN)
+        return number, agreement_hash
+
+    def plan_calls(self, op: str, calls: Iterable[tuple[StreamRecorder, str]]) -> PlannedCalls:
+        """Prepares calls that are made together and often, and whose completion nothing shows, each in
+        its stream and with its detail. The plan is valid until the caches are cleared.
+        """
+        planned = []
+        for stream, detail in calls:
+            number, agreement_hash = self._intern_declared(op, detail)
+            stream.mark_completion_unknown()
+            planned.append((stream, agreement_hash, number))
+        if self.native is not None:
+            return NativePlannedCalls(self.native, planned)
+        return PlannedCalls(self.sites, planned)
 
     def count_dropped(self) -> int:
         """The number of calls and streams that were not recorded and whose place is not known."""

@@ -22,15 +22,16 @@ from ..environment.identity import LaunchInfo, parse_environ
 from .writer import RingWriter
 
 
-def create_ring(pid: int, start_ticks: int, *, has_checks: bool) -> tuple[Path, RingWriter]:
-    """Creates the ring of this process; returns it after the run directory that it is in.
+def create_ring(pid: int, start_ticks: int, **parts: bool) -> tuple[Path, RingWriter]:
+    """Creates the ring of this process; returns it after the run directory that it is in. ``parts``
+    are the optional ones that `RingWriter` takes.
 
     It tries twice. A node agent that exits may remove its empty run directory before the ring is
     created there, and a program that replaced itself by another (exec) left a ring of the same
     name. Raises OSError if there can be no ring.
     """
     try:
-        return _create_ring_once(pid, start_ticks, has_checks=has_checks)
+        return _create_ring_once(pid, start_ticks, parts)
     except FileNotFoundError:
         pass
     except FileExistsError as error:
@@ -42,13 +43,15 @@ def create_ring(pid: int, start_ticks: int, *, has_checks: bool) -> tuple[Path, 
         if lifecycle > Lifecycle.STARTING:
             raise
         existing.unlink()
-    return _create_ring_once(pid, start_ticks, has_checks=has_checks)
+    return _create_ring_once(pid, start_ticks, parts)
 
 
-def _create_ring_once(pid: int, start_ticks: int, *, has_checks: bool) -> tuple[Path, RingWriter]:
+def _create_ring_once(
+    pid: int, start_ticks: int, parts: Mapping[str, bool]
+) -> tuple[Path, RingWriter]:
     folder = run_dir.ensure_run_dir(os.environ["HANGWATCH_URL"])
     path = folder / (run_dir.format_process_key(pid, start_ticks) + run_dir.RING_SUFFIX)
-    return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, has_checks=has_checks)
+    return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, **parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,12 @@ import functools
 import inspect
 import itertools
 import mmap
+import sys
 import threading
 import weakref
 from _thread import LockType, allocate_lock, get_ident, get_native_id
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from types import FunctionType
@@ -38,7 +39,7 @@ from hangwatch.ring.layout import (
 )
 
 from . import faults
-from .callers import inspect_thread
+from .callers import CallSites, inspect_thread
 from .dynamo import run_uncompiled
 from .writer import RingWriter
 
@@ -331,6 +332,35 @@ def leave_call(call: EnteredCall) -> None:
         call[0].pending_works.append((call, None))
     elif mode == _RETURN:
         call[0].finish_call(call)
+
+
+class PlannedCalls:
+    """Calls that are made together and often, one in each stream, such as a replay of a CUDA graph. Their
+    completion is not observable.
+    """
+
+    def __init__(
+        self, sites: CallSites, planned: Iterable[tuple[StreamRecorder, int, int]]
+    ) -> None:
+        """``planned`` are the streams, each with its call's agreement hash and signature's number."""
+        self._sites = sites
+        self._planned = list(planned)
+        self._entered: list[EnteredCall] = []
+
+    def enter(self) -> None:
+        """Records the calls before they are made."""
+        site = self._sites.find_site(sys._getframe())
+        self._entered = [
+            stream.enter_call(
+                agreement_hash, stream.pack_record_body(signature, site, 0), 0, _UNOBSERVABLE
+            )
+            for stream, agreement_hash, signature in self._planned
+        ]
+
+    def fail(self) -> None:
+        """Records that the last ones raised an exception, and may not have communicated."""
+        for stream, seq, *_ in self._entered:
+            stream.mark_incomplete(LossReason.RAISED, seq)
 
 
 @dataclass(slots=True, eq=False)

@@ -40,17 +40,31 @@ class RingWriter:
     `dict.setdefault` and `list.pop`, which are atomic; the caller's thread writes its stream.
     """
 
-    def __init__(self, path: Path, *, pid: int, start_ticks: int, has_checks: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        pid: int,
+        start_ticks: int,
+        has_checks: bool = False,
+        has_communicators: bool = False,
+    ) -> None:
         """Creates the file and allocates the blocks that every job needs, so that a full disk is an
         OSError here rather than a SIGBUS later. Further blocks are allocated before they are used.
 
-        With ``has_checks`` the file has a check table.
+        With ``has_checks`` the file has a check table, with ``has_communicators`` one of NCCL's
+        communicators.
         """
         parts = list(layout.INITIAL_PARTS)
         size = layout.CHECKS.offset
         if has_checks:
             size = layout.CHECKS.end
             parts.append((layout.CHECKS.offset, size))
+        communicators_offset = 0
+        if has_communicators:
+            communicators_offset = size
+            size += layout.COMMUNICATORS_SIZE
+            parts.append((communicators_offset, size))
         self.path = path
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -93,6 +107,7 @@ class RingWriter:
             *positions, pid, 0, start_ticks,
         )  # fmt: skip
         self.set_word(LiveWord.LOSSES, layout.LOSSES.offset)
+        self.set_word(LiveWord.COMMUNICATORS, communicators_offset)
         self.map[0:8] = layout.MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:

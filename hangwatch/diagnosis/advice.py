@@ -10,6 +10,7 @@ from dataclasses import replace
 from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
 from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.terminal import describe_kernels
 from hangwatch.stacks.activities import (
     DEVICE,
     INTERPRETER_EXIT,
@@ -65,6 +66,24 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
             advice = f" {_SLOW_NOT_STUCK_ADVICE}"
         return replace(verdict, advice=f"{subject} {predicate}{advice}")
     return verdict
+
+
+def add_kernel_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Adds the kernels that the culprits' devices execute or, without a culprit, those of the ranks that
+    wait, as far as they were read since the hang began and the summary does not name them.
+    """
+    attempt = context.attempt
+    if attempt.kernels_at < verdict.began_at or not attempt.kernels_at:
+        return verdict
+    known = {}
+    for process in attempt.find_processes(verdict.culprits or verdict.waiting):
+        kernels = process.get_kernels_since(verdict.began_at)
+        if kernels is not None:
+            known[process.rank] = kernels
+    text = describe_kernels(known)
+    if not known or text in verdict.summary:
+        return verdict
+    return replace(verdict, advice=f"{verdict.advice} {text[0].upper()}{text[1:]}.".strip())
 
 
 def add_exception_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:

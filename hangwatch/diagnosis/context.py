@@ -83,15 +83,17 @@ _SETUP_TIMEOUT_MESSAGE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
-    """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or what
-    changed on its host ``since`` then, or the calls of one stream from number ``from_seq`` to number
-    ``to_seq`` at multiples of ``step``.
+    """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or the kernels
+    on its devices, or what changed on its host ``since`` then, or the calls of one stream from number
+    ``from_seq`` to number ``to_seq`` at multiples of ``step``.
     """
 
     rank: int
     stacks: bool = False
     device: bool = False  # the stacks, and whether the device holds the calling thread
+    kernels: bool = False
     hardware: bool = False
+    whole_job: bool = False  # the hardware, and what one host finds out about all ranks
     since: float = field(default=0.0, compare=False)
     stream_uid: int = 0
     from_seq: int = 0
@@ -252,9 +254,13 @@ class DiagnosisContext:
         return (*device_waits, *self.select_waits(others))[:_MAX_WAITS]
 
     def find_missing_call(self, edge: WaitEdge, waiting: set[int]) -> tuple[CallClass, ...]:
-        """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""
+        """The call that the culprit has not entered, and the waiting ranks that are known to have made it. If
+        a host that runs ahead of its device has not reported it, it is requested.
+        """
         call = edge.stream.calls.get(edge.seq)
         if call is None:
+            if edge.seq < edge.stream.entered and edge.wait.rank in self.processes:
+                self.request_calls(edge.wait.rank, edge.stream, CallWindow(edge.seq, edge.seq))
             return ()
         caller = edge.wait.rank
         ranks: Ranks = (caller,)

@@ -13,7 +13,12 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 
-from .advice import add_exception_advice, add_remote_call_advice, add_stack_advice
+from .advice import (
+    add_exception_advice,
+    add_kernel_advice,
+    add_remote_call_advice,
+    add_stack_advice,
+)
 from .context import DiagnosisContext, EvidenceRequest
 from .differences import add_divergence
 from .graph.graph import build_wait_graph
@@ -28,6 +33,7 @@ from .rules.devices import (
 )
 from .rules.ended import diagnose_exits
 from .rules.exchanges import diagnose_exchanges, diagnose_invalid_peers
+from .rules.kernels import diagnose_kernels
 from .rules.mismatch import diagnose_call_mismatches
 from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
@@ -61,6 +67,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     sample_busy_ranks,
     request_uncounted_stacks,
     diagnose_quiet_job,
+    diagnose_kernels,
     request_hardware,
 )
 
@@ -92,6 +99,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     for verdict in context.verdicts:
         verdict = add_divergence(context, verdict)
         verdict = add_stack_advice(context, verdict)
+        verdict = add_kernel_advice(context, verdict)
         verdict = add_remote_call_advice(context, verdict)
         verdict = add_exception_advice(context, verdict)
         verdict = add_hardware_advice(context, verdict)

@@ -11,7 +11,6 @@ from math import inf
 from statistics import mode
 
 from hangwatch.model.hardware import (
-    JOB_SOURCE,
     Observation,
     ObservedValue,
     Weight,
@@ -49,6 +48,9 @@ _REMEDIES = {
     "nfs_requests_without_reply": "Check the storage server and the network to it.",
     "io_error": "Check the disk.",
     "uncorrected_memory_errors": "Take the node out of service, and test the GPU's memory.",
+    "memory_errors_since_boot": "Take the nodes out of service, and test the memory of these GPUs.",
+    "inactive_nvlinks": "Check the NVLinks of these GPUs (nvidia-smi nvlink -s).",
+    "sxid": "Take the node out of service, and check its NVSwitches (the log of Fabric Manager).",
 }
 
 
@@ -72,6 +74,7 @@ _XID_REMEDIES = {
     ),
 }
 _XID_REPORTS = ("xid", "program_xid")
+_XIDS = (*_XID_REPORTS, "earlier_xid")
 # A completion is reported up to this long after it, and a GPU completes nothing after a fatal Xid.
 _COMPLETION_DELAY_S = READING_DELAY_S + LATE_BY_S
 
@@ -108,7 +111,7 @@ class InvolvedHost:
             is_foreign = (
                 observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names
             )
-            if observation.source == JOB_SOURCE or (is_late and not is_foreign):
+            if observation.concerns_job or (is_late and not is_foreign):
                 concerned.append(observation)
         return tuple(concerned)
 
@@ -134,14 +137,20 @@ def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost
 
 
 def request_hardware(context: DiagnosisContext) -> None:
-    """Requests a reading of the hosts of each verdict, and further ones while it lasts."""
+    """Requests a reading of the hosts of each verdict, and further ones while it lasts. The first time,
+    the last host asks NCCL about all ranks: those of the culprits, which come first, may not answer.
+    """
     for verdict in context.verdicts:
-        for host in list_involved_hosts(context.attempt, verdict):
+        hosts = list_involved_hosts(context.attempt, verdict)
+        for host in hosts:
             hardware = host.hardware
             if hardware is None or context.now - hardware.taken_at > REREAD_AFTER_S:
                 addressed = next((p for p in host.processes if p.is_alive), host.processes[0])
                 request = EvidenceRequest(
-                    rank=addressed.rank, hardware=True, since=verdict.began_at
+                    rank=addressed.rank,
+                    hardware=True,
+                    whole_job=hardware is None and host is hosts[-1],
+                    since=verdict.began_at,
                 )
                 context.requests.append(request)
 
@@ -160,10 +169,12 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         observation
         for host in read
         for observation in host.observations
-        if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
+        if observation.concerns_job and observation.weight is Weight.FAULT
     ]
     parts = (
-        f"NCCL itself reports: {_join_clauses(reported)}." if reported else "",
+        f"NCCL itself reports: {_join_clauses(reported)}.{_find_remedy(reported)}"
+        if reported
+        else "",
         _describe_faults(read, is_complete)
         or _describe_idle_gpus(read)
         or _describe_hints(read, is_complete)
@@ -195,14 +206,19 @@ def _describe_faults(read: Sequence[InvolvedHost], is_complete: bool) -> str:
             f"Of {len(read)} hosts, {host} alone reports a fault of {whose}:"
             f" {_join_clauses(observations)}. That this is the cause is inferred."
         )
+    return f"{text}{_find_remedy(observations)}"
+
+
+def _find_remedy(observations: Sequence[Observation]) -> str:
+    """The first remedy for any of them, after a space; empty if there is none."""
     for observation in observations:
         remedy = _REMEDIES.get(observation.what, "").format(about=observation.about)
-        xid = find_xid(observation.now) if observation.what in _XID_REPORTS else None
+        xid = find_xid(observation.now) if observation.what in _XIDS else None
         if xid is not None:
             remedy = _XID_REMEDIES.get(xid.action, "")
         if remedy:
-            return f"{text} {remedy}"
-    return text
+            return f" {remedy}"
+    return ""
 
 
 def _describe_hints(read: Sequence[InvolvedHost], is_complete: bool) -> str:
@@ -231,7 +247,7 @@ def _group_observations(
     found: dict[str, list[Observation]] = {}
     for host in read:
         for observation in host.observations:
-            if observation.weight is not weight or observation.source == JOB_SOURCE:
+            if observation.weight is not weight or observation.concerns_job:
                 continue
             before, now = observation.before, observation.now
             is_ordinary = observation.what in _WAITING_GPU

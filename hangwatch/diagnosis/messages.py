@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection
 
-from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.calls import GRAPH_REPLAY, Call, Signature, Site
 from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.ranks import ExceptionInfo, Ranks, ThreadStack, format_ranks
 from hangwatch.model.verdicts import CallClass, Wait
@@ -90,8 +90,8 @@ def format_call(call: Call | None, joint: str = " at ") -> str:
     if call is None:
         return "a collective"
     if call.site is None:
-        return call.signature.op
-    return f"{call.signature.op}{joint}{format_line(call.site)}"
+        return call.signature.title
+    return f"{call.signature.title}{joint}{format_line(call.site)}"
 
 
 def format_line(site: Site) -> str:
@@ -223,8 +223,11 @@ def describe_mismatch(
         signature = call_class.call.signature
         arguments = [_format_argument(signature, n, signatures, group) for n in differing_fields]
         shown = ", ".join(filter(None, arguments))
-        call = f"{signature.op}({shown})" if shown else signature.op
-        text = f"{describe_ranks(call_class.ranks)} called {call}"
+        if signature.op == GRAPH_REPLAY:
+            text = f"{describe_ranks(call_class.ranks)} {_describe_replay(signature, signatures)}"
+        else:
+            call = f"{signature.op}({shown})" if shown else signature.op
+            text = f"{describe_ranks(call_class.ranks)} called {call}"
         if set(call_class.ranks).issubset(outliers):
             outlier_texts.append(text)
         else:
@@ -238,6 +241,16 @@ def describe_mismatch(
     if not theirs:
         theirs = f"{describe_ranks(outliers)} called something else"
     return f"{theirs} where {', '.join(other_texts)} ({position})"
+
+
+def _describe_replay(signature: Signature, all_signatures: list[Signature]) -> str:
+    """The predicate of ranks that replayed a CUDA graph. Different graphs that look the same are shown with
+    their hashes.
+    """
+    titles = [other.title for other in all_signatures]
+    if titles.count(signature.title) > 1 and signature.detail is not None:
+        return f"replayed a CUDA graph with {signature.detail}"
+    return f"replayed {signature.title.removeprefix('the replay of ')}"
 
 
 def _describe_inexact_mismatch(

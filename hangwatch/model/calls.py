@@ -24,6 +24,7 @@ Splits = tuple[tuple[int, ...], tuple[int, ...]]
 
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
+GRAPH_REPLAY = "graph_replay"  # the operation of a replay of a CUDA graph with collectives
 _MESSAGE = "message"  # what is hashed for the operation of both ends of a channel
 ANY_SOURCE = -1  # the peer of a receive that takes a message of any rank
 _FIRST_INVALID_PEER = -(1 << 32)  # the peer for the argument 0, see `encode_invalid_peer`
@@ -74,6 +75,18 @@ class Signature:
     detail: str | None = None
     numel: int = 0
     agree: Hash64 = 0
+
+    @property
+    def title(self) -> str:
+        """The operation as texts call it.
+
+        >>> Signature(op=GRAPH_REPLAY, detail="2 collectives (all_reduce), hash 1f").title
+        'the replay of a CUDA graph with 2 collectives (all_reduce)'
+        """
+        if self.op != GRAPH_REPLAY:
+            return self.op
+        contents, _, _ = (self.detail or "").partition(", hash ")
+        return f"the replay of a CUDA graph{' with ' if contents else ''}{contents}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

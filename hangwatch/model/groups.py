@@ -14,6 +14,8 @@ GroupKey = tuple[int, str, Ranks, int]
 
 # The backend of a group that is only known from `hangwatch.collective`.
 DECLARED_BACKEND = "declared"
+# That of the calls of a group's members on symmetric memory, which its own backend does not make.
+SYMMETRIC_BACKEND = "symm_mem"
 _GROUP_ADDRESS = re.compile(r"group [^/]*:[0-9a-f]{16}")
 _MAX_ADDRESS_NAME = 80  # characters
 _MAX_RANKS, _MAX_CACHED_RANKS = 1 << 20, 1 << 17
@@ -207,7 +209,7 @@ class DeviceCounters:
 # The Flight Recorder adds an entry after the parts of a coalesced call.
 COALESCED_END_BACKENDS = ("nccl", "ncclx", "rccl", "rcclx", "xccl", "hccl")
 # Calls run on a device, whose Work objects cannot be queried without disturbing the device.
-DEVICE_BACKENDS = (*COALESCED_END_BACKENDS, "mccl")
+DEVICE_BACKENDS = (*COALESCED_END_BACKENDS, "mccl", SYMMETRIC_BACKEND)
 # The Flight Recorder counts what the device has begun and completed; torch reports the counters by
 # `_dump_nccl_trace_json`.
 FLIGHT_RECORDER_BACKENDS = ("nccl",)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from .bounds import Finite
 
-JOB_SOURCE = "nccl ras"  # a source that reports on the whole job, whichever host reads it
+# The sources that report on the whole job, whichever host reads them.
+JOB_SOURCE = "nccl ras"
+JOB_DIAGNOSTICS = "nccl diagnostics"
 
 ObservedValue = int | Finite | str | None
 
@@ -44,6 +46,11 @@ class Observation:
     is_counter: bool = False  # the value only grows, and means nothing by itself
     is_abnormal: bool = False  # the value needs no earlier one to mean something
     age_s: float = 0.0  # the time since the reading, or since the event
+
+    @property
+    def concerns_job(self) -> bool:
+        """Whether it is about the whole job, and not about the host that reports it."""
+        return self.source in (JOB_SOURCE, JOB_DIAGNOSTICS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from .calls import IntLists
 from .hardware import HostObservation, MissingEvidence
+from .kernels import RankKernels
 from .ranks import ExceptionInfo, Frames, Ranks
 from .verdicts import DevicePosition, Verdict
 
@@ -77,6 +78,7 @@ class Incident(Verdict):
     resolution: Resolution | None = None
     processes: tuple[ProcessSnapshot, ...] = ()
     stacks: tuple[MergedStack, ...] = ()
+    kernels: tuple[RankKernels, ...] = ()
     device: tuple[DevicePosition, ...] = ()  # the devices of the members of its groups
     hardware: tuple[HostObservation, ...] = ()  # the observations that may explain it
     hardware_missing: tuple[MissingEvidence, ...] = ()

@@ -1,8 +1,10 @@
-"""Every ``c10d`` operator, with one entry that declares all of its properties.
+"""Every ``c10d`` operator, and each operator on symmetric memory that waits for other ranks, with one
+entry that declares all of its properties.
 
-The names and schemas are those of ``torch/csrc/distributed/c10d/Ops.cpp``. The recorder looks
-arguments up by name in the schema of the running torch. An operator of torch without an entry here
-is recorded generically, see `hangwatch.agent.recorder.calls`.
+The names and schemas are those of ``torch/csrc/distributed/c10d/Ops.cpp``, and of
+``SymmetricMemory.cpp`` and ``torch/distributed/_symmetric_memory``. The recorder looks arguments up
+by name in the schema of the running torch. A ``c10d`` operator without an entry here is recorded
+generically, see `hangwatch.agent.recorder.calls`; one on symmetric memory is not recorded.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ class OperatorSpec:
     # The function of this name in torch.distributed passes exactly one tensor.
     passes_one_tensor: bool = False
     is_generic: bool = False  # derived from the schema of an operator that has no entry here
+    # It names its group, and its kernels communicate through symmetric memory, without the backend.
+    is_symmetric: bool = False
     # What the checks of HANGWATCH_CHECKS need.
     other_input_arg: str = ""  # what this rank contributes, if that is not ``tensors_arg``
     replicated_arg: str = ""  # what must be equal on all members afterwards
@@ -109,7 +113,7 @@ class OperatorSpec:
     @property
     def analyzer_name(self) -> str:
         """The name in PyTorch's own analyzer, which fails on unknown ones, as of sends and receives."""
-        return "" if self.is_p2p else self.analyzer_alias or self.op
+        return "" if self.is_p2p or self.is_symmetric else self.analyzer_alias or self.op
 
     @property
     def is_rooted(self) -> bool:
@@ -311,6 +315,64 @@ OPERATORS: dict[str, OperatorSpec] = {
 # Operators of the library that do not communicate.
 LOCAL_OPERATORS = frozenset({"check_for_nan"})
 
+SYMMETRIC_PREFIX = "symm_mem."  # as in torch.ops.symm_mem
+
+
+def _describe_symmetric(name: str, tensors_arg: str, must_match: MustMatch) -> OperatorSpec:
+    return OperatorSpec(
+        op=f"{SYMMETRIC_PREFIX}{name}",
+        tensors_arg=tensors_arg,
+        must_match=must_match,
+        root_is_source=name == "nvshmem_broadcast",
+        returns_work=False,
+        is_symmetric=True,
+    )
+
+
+# The operators whose kernels wait for the same call of the other members. Those left out are local, or
+# one-sided: they name a peer, and no group. The factors of a matrix multiplication that is reduced may
+# be divided unevenly, and so may the rows of an ``all_to_all_vdev``.
+SYMMETRIC_OPERATORS = {
+    spec.op.removeprefix(SYMMETRIC_PREFIX): spec
+    for spec in (
+        _describe_symmetric("one_shot_all_reduce", "input", _SAME_REDUCTION),
+        _describe_symmetric("one_shot_all_reduce_out", "input", _SAME_REDUCTION),
+        _describe_symmetric("one_shot_all_reduce_copy", "local_input", _SAME_REDUCTION),
+        _describe_symmetric("one_shot_all_reduce_copy_out", "local_input", _SAME_REDUCTION),
+        _describe_symmetric("two_shot_all_reduce_", "input", _SAME_REDUCTION),
+        _describe_symmetric("two_shot_all_reduce_out", "input", _SAME_REDUCTION),
+        _describe_symmetric("multimem_all_reduce_", "input", _SAME_REDUCTION),
+        _describe_symmetric("multimem_one_shot_all_reduce", "input", _SAME_REDUCTION),
+        _describe_symmetric("multimem_one_shot_all_reduce_out", "input", _SAME_REDUCTION),
+        _describe_symmetric(
+            "multimem_one_shot_reduce_out", "input", _SAME_REDUCTION | MustMatch.ROOT
+        ),
+        _describe_symmetric("multimem_all_gather_out", "input", _SAME_DATA),
+        _describe_symmetric("reduce_scatter_out", "input", _SAME_DATA),
+        _describe_symmetric("nccl_reduce_scatter_offset", "input", _SAME_REDUCTION),
+        _describe_symmetric("tile_reduce", "in_tile", _SAME_REDUCTION | MustMatch.ROOT),
+        _describe_symmetric("multi_root_tile_reduce", "in_tiles", _SAME_REDUCTION),
+        _describe_symmetric("nvshmem_broadcast", "input", _SAME_DATA | MustMatch.ROOT),
+        _describe_symmetric("nvshmem_all_to_all", "input", _SAME_DATA),
+        _describe_symmetric("all_to_all_vdev", "input", MustMatch.DTYPE),
+        _describe_symmetric("all_to_all_vdev_2d", "input", MustMatch.DTYPE),
+        _describe_symmetric("all_to_all_vdev_2d_offset", "input", MustMatch.DTYPE),
+        _describe_symmetric("_low_contention_all_gather", "tensor", _SAME_DATA),
+        _describe_symmetric("_low_contention_reduce_scatter", "tensor", _SAME_REDUCTION),
+        _describe_symmetric("fused_all_gather_matmul", "A", _SAME_DATA),
+        _describe_symmetric("fused_all_gather_scaled_matmul", "A", _SAME_DATA),
+        _describe_symmetric(
+            "fused_matmul_reduce_scatter", "A", MustMatch.DTYPE | MustMatch.REDUCE_OP
+        ),
+        _describe_symmetric(
+            "fused_scaled_matmul_reduce_scatter", "A", MustMatch.DTYPE | MustMatch.REDUCE_OP
+        ),
+    )
+}
+
+# The known operators of each library of torch.
+OPERATORS_BY_LIBRARY = {"c10d": OPERATORS, "symm_mem": SYMMETRIC_OPERATORS}
+
 # Operations that Flight Recorder dumps contain although c10d has no operator of that name.
 _FLIGHT_RECORDER_OPERATIONS = (
     OperatorSpec(op="all_gather_v", must_match=_SAME_DATA, list_side=ListSide.OUTPUTS),
@@ -328,6 +390,22 @@ _FLIGHT_RECORDER_OPERATIONS = (
     ),
 )
 
+# The functions of NCCL that other libraries than torch call, as its profiler plugin reports them.
+# The number of elements is what the caller passes: for an all-gather what it sends.
+NCCL_OPERATIONS = (
+    OperatorSpec(op="ncclAllReduce", must_match=_SAME_REDUCTION, output_scale=OutputScale.SAME),
+    OperatorSpec(op="ncclReduce", must_match=_SAME_REDUCTION | MustMatch.ROOT),
+    OperatorSpec(op="ncclBroadcast", must_match=_SAME_DATA | MustMatch.ROOT, root_is_source=True),
+    OperatorSpec(op="ncclAllGather", must_match=_SAME_DATA),
+    OperatorSpec(op="ncclReduceScatter", must_match=_SAME_REDUCTION),
+    OperatorSpec(op="ncclAlltoAll", must_match=_SAME_DATA),
+    OperatorSpec(op="ncclGather", must_match=_SAME_DATA | MustMatch.ROOT),
+    OperatorSpec(op="ncclScatter", must_match=_SAME_DATA | MustMatch.ROOT),
+)
+
 # All operations by the name that users know.
-OPERATIONS = {spec.op: spec for spec in OPERATORS.values()}
+_TORCH_OPERATORS = [
+    spec for operators in OPERATORS_BY_LIBRARY.values() for spec in operators.values()
+]
+OPERATIONS = {spec.op: spec for spec in (*_TORCH_OPERATORS, *NCCL_OPERATIONS)}
 FLIGHT_OPERATIONS = OPERATIONS | {spec.op: spec for spec in _FLIGHT_RECORDER_OPERATIONS}

@@ -25,6 +25,7 @@ class CommandKind(str, enum.Enum):
     TRACE = "trace"
     RECORD = "record"
     HARDWARE = "hardware"  # what the host knows of its links and devices
+    KERNELS = "kernels"  # what the devices of this process execute; only if `gpu_stacks` allows it
 
 
 def allows_abort(on_hang: str) -> bool:
@@ -54,6 +55,7 @@ class Command:
     rate: int = 0  # RECORD: samples per second
     gil: bool = False  # RECORD: only threads that hold the GIL
     since_s: float = 0.0  # HARDWARE: age of the condition, whose changes are wanted
+    whole_job: bool = False  # HARDWARE: include what examines all ranks of the job
     stops: str = ""  # RECORD: stop the recording of the command with this id, start none
 
 

@@ -32,6 +32,7 @@ from hangwatch.model.bounds import (
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.incidents import FlightFile
+from hangwatch.model.kernels import Kernels
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 
 from .commands import Command, CommandReply, RecordingReply, TraceReply
@@ -63,6 +64,7 @@ class ProcessIdentity:
     started_s: float = field(default=0.0, compare=False)  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
     on_hang: str = ""  # HANGWATCH_ON_HANG in its environment; see `allows_abort`
+    gpu_stacks: bool = False  # HANGWATCH_GPU_STACKS in its environment lets cuda-gdb attach to it
     unrecorded: str = ""  # why its calls cannot be recorded, with the remedy; empty if they can
 
 
@@ -196,6 +198,16 @@ class StackReply(CommandReply):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelsReply(CommandReply):
+    """The kernels on the devices of one process, or an error."""
+
+    source: str  # "cuda-gdb" or "core dump"
+    taken_s: float = 0.0
+    kernels: Kernels = ()
+    error: str | None = None  # includes the remedy
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallsReply(CommandReply):
     """Calls of one stream, oldest first: those from ``from_seq`` to ``to_seq`` at multiples of ``step``
     that the node agent still has.
@@ -290,6 +302,7 @@ class Heartbeat:
     processes: tuple[ProcessUpdate, ...] = ()
     gone: tuple[Name, ...] = ()  # processes that this agent will not report again
     samples: tuple[StackReply, ...] = ()
+    kernels: tuple[KernelsReply, ...] = ()
     calls: tuple[CallsReply, ...] = ()
     aborts: tuple[AbortReply, ...] = ()
     hardware: tuple[HardwareReply, ...] = ()

@@ -41,7 +41,7 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
     Incident: (
         *("id", "job", "attempt", "kind", "severity", "status"),
         *("onset_at", "opened_at", "resolved_at", "resolution", *_VERDICT),
-        *("processes", "device", "hardware", "hardware_missing", "stacks", "recovery"),
+        *("processes", "device", "hardware", "hardware_missing", "stacks", "kernels", "recovery"),
     ),
     Group: ("name", "desc", "ranks=known_ranks", "backend", "outside=outside_labels"),
     Wait: ("rank", "for=on_rank", "group", "seq"),
@@ -126,7 +126,7 @@ def build_optional_document(part: Any) -> JsonObject | None:
 
 def build_incident_event(incident: Incident) -> JsonObject:
     """An incident's document without the parts that may be large."""
-    large_parts = ("calls", "waits", "stacks", "device", "hardware", "hardware_missing")
+    large_parts = ("calls", "waits", "stacks", "kernels", "device", "hardware", "hardware_missing")
     return build_document(incident, large_parts)
 
 

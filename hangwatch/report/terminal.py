@@ -7,11 +7,13 @@ removes what could control a terminal. Documents are read leniently, since the s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from hangwatch.model.calls import JsonObject
 from hangwatch.model.hardware import HostObservation, Observation, find_xid
+from hangwatch.model.kernels import Kernel, Kernels, RankKernels
 from hangwatch.model.kinds import select_kinds
 from hangwatch.stacks.frames import is_library
 
@@ -75,6 +77,9 @@ _STATE_NAMES = {
     "I": "idle",
 }
 _MAX_HOSTS_NAMED = 3
+_MAX_KERNELS_SHOWN = 3  # of a device
+_MAX_KERNEL_CLAUSES = 3
+_MAX_KERNEL_CHARS = 100  # templates have long names
 # The keys are `Observation.what`; the fields in braces are an observation's.
 _CLAUSES = {
     "link_downed": "the link of {about} went down ({before} to {now} times)",
@@ -84,6 +89,13 @@ _CLAUSES = {
     "link_down": "the link of {about} went down",
     "xid": "{about} reported Xid {now}{meaning}",
     "program_xid": "{about} caused Xid {now}{meaning}",
+    "earlier_xid": "{about} has reported Xid {now}{meaning} since NCCL started or was last asked",
+    "sxid": "the NVSwitches of {about} have reported SXid {now} since NCCL started or was last asked",
+    "memory_errors_since_boot": "the GPUs of {about} have {now} uncorrected memory errors since they were"
+    " started",
+    "inactive_nvlinks": "the GPUs of {about} have inactive NVLinks ({now} ranks)",
+    "differs_between_ranks": "{about} is not the same on all ranks: {now}",
+    "nccl_finding": "{about}: {now}",
     "lost": "{about} cannot be reached ({now})",
     "hung_task": "{about} ({now}) is blocked in the kernel",
     "nfs_not_responding": "the NFS server {about} does not respond",
@@ -121,6 +133,7 @@ def format_incident(document: Document, now: datetime, full: bool = False) -> Li
             format_calls(document),
             format_divergence(document),
             format_stacks(document, full),
+            itertools.chain.from_iterable(map(wrap_text, describe_incident_kernels(document))),
             format_waits(document),
             format_devices(document),
             format_hardware(document),
@@ -485,6 +498,54 @@ def describe_observation(observation: Observation) -> str:
     if observation.before is None:
         return f"{about}: {name} ({observation.now})"
     return f"{name} of {about} went from {observation.before} to {observation.now}"
+
+
+def list_kernel_clauses(kernels_by_rank: Mapping[int, Kernels]) -> list[str]:
+    """``rank 3's device runs fill (2 x 128 threads)``: a clause for all ranks whose devices run the same
+    kernels, those of the fewest ranks first.
+    """
+    ranks_by_kernels: dict[tuple[str, ...], list[int]] = {}
+    for rank, kernels in kernels_by_rank.items():
+        names = tuple(dict.fromkeys(map(_format_kernel, kernels)))
+        ranks_by_kernels.setdefault(names, []).append(rank)
+    clauses = []
+    for names, ranks in sorted(ranks_by_kernels.items(), key=lambda entry: len(entry[1])):
+        shown = abbreviate_list(names, _MAX_KERNELS_SHOWN) or "no kernel"
+        if len(ranks) == 1:
+            clauses.append(f"rank {ranks[0]}'s device runs {shown}")
+        else:
+            clauses.append(f"the devices of {name_ranks(ranks)} run {shown}")
+    return clauses
+
+
+def describe_kernels(kernels_by_rank: Mapping[int, Kernels]) -> str:
+    """The first clauses of `list_kernel_clauses`, as one."""
+    clauses = list_kernel_clauses(kernels_by_rank)
+    if len(clauses) > _MAX_KERNEL_CLAUSES:
+        clauses[_MAX_KERNEL_CLAUSES:] = ["the other devices run others"]
+    return "; ".join(clauses)
+
+
+def _format_kernel(kernel: Kernel) -> str:
+    name = truncate_end(clean_text(kernel.name), _MAX_KERNEL_CHARS)
+    return f"{name} ({math.prod(kernel.grid)} x {math.prod(kernel.block)} threads)"
+
+
+def describe_incident_kernels(document: Document) -> Iterator[str]:
+    """The kernels on the devices, with their source, and the ranks whose kernels are not known."""
+    kernels_by_source: dict[str, dict[int, Kernels]] = {}
+    ranks_by_error: dict[str, list[int]] = {}
+    for item in get_parts(document, "kernels"):
+        entry = parse_document(RankKernels, item)
+        if entry.error is not None:
+            ranks_by_error.setdefault(entry.error, []).append(entry.rank)
+        else:
+            kernels_by_source.setdefault(entry.source, {})[entry.rank] = entry.kernels
+    for source, kernels_by_rank in kernels_by_source.items():
+        for clause in list_kernel_clauses(kernels_by_rank):
+            yield f"{clause} ({source})"
+    for error, ranks in ranks_by_error.items():
+        yield f"the kernels of {name_ranks(ranks)} are not known: {error}"
 
 
 def format_hardware(document: Document) -> Lines:

@@ -77,6 +77,31 @@ with HANGWATCH_CHECKS::
 
 An entry is whole under the same condition as a record.
 
+Communicator table, at the offset in LiveWord.COMMUNICATORS (0: the file has none): what NCCL's
+profiler plugin counts. It is last, and exists only with HANGWATCH_NCCL. It begins with::
+
+    u64 number of slots, communicators ever created, those for which there was no slot
+    u64 1 if the device is followed, else 0
+
+Slots (176 bytes each, followed by 64 entries of calls)::
+
+    u64 state (1: open, 2: closed; all others: there is no communicator, or it is being written)
+    u64 number of the communicator, from 1; u64 its identity, the same on all members
+    i32 rank, number of members
+    u64 uid of the stream of torch's process group whose communicator it is, 0: not torch's
+    u64 collectives called; those of them that a CUDA graph captured; messages called
+    u64 x 3: number of the last collective that was passed to the device, begun and completed by it
+    u64 operations whose end may have been missed
+    u64 running hash after the newest call, and the times at which it was entered, the device reported last, and
+        the communicator was closed
+    48 bytes: name
+
+An entry of a call (88 bytes), call n in entry n % 64, is whole if it is read twice alike::
+
+    u64 n (0 while it is written), entered_ns, running hash after it, agreement hash, elements
+    i32 root, u32 1 if a CUDA graph captured it
+    24 bytes: function, 16 bytes: type of the elements
+
 A lock is odd while its part is being written (a sequence lock: Lameter, "Effective synchronization
 on Linux/NUMA systems", 2005). A reader accepts the part only if the lock was even, and the same
 before and after reading.
@@ -133,7 +158,14 @@ RECORDS = Table(STREAMS.end, RECORD_SLOTS, struct.Struct("<7Q5I2iI"))
 SIGNATURES = Table(RECORDS.end, 3072, _INTERNED_STRUCT)
 SITES = Table(SIGNATURES.end, 1024, _INTERNED_STRUCT)
 HEAP = Table(SITES.end, HEAP_SIZE, struct.Struct("B"))
-CHECKS = Table(HEAP.end, CHECK_SLOTS, struct.Struct("<8Q4d8I"))  # last, and not in every file
+CHECKS = Table(HEAP.end, CHECK_SLOTS, struct.Struct("<8Q4d8I"))  # not in every file
+COMMUNICATOR_SLOTS, COMMUNICATOR_CALLS = 128, 64
+COMMUNICATOR_OPEN, COMMUNICATOR_CLOSED = 1, 2  # states of a slot
+COMMUNICATORS_HEAD = struct.Struct("<4Q")
+COMMUNICATOR = struct.Struct("<3Q2i12Q48s")
+COMMUNICATOR_CALL = struct.Struct("<5QiI24s16s")
+COMMUNICATOR_SIZE = COMMUNICATOR.size + COMMUNICATOR_CALLS * COMMUNICATOR_CALL.size
+COMMUNICATORS_SIZE = COMMUNICATORS_HEAD.size + COMMUNICATOR_SLOTS * COMMUNICATOR_SIZE
 HEADER_TABLES = (STREAMS, RECORDS, SIGNATURES, SITES, HEAP)  # in the order of the header
 MAX_FILE_BYTES = 64 << 20
 
@@ -171,6 +203,7 @@ class LiveWord(enum.IntEnum):
     # the node agent writes.
     STACKS_REQUEST = 16
     STACKS_ANSWER = 17  # the number of the request whose stacks were written last
+    COMMUNICATORS = 18  # offset of the communicator table; 0: the file has none
 
 
 class DeviceStatusState(enum.IntEnum):

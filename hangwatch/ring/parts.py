@@ -84,8 +84,10 @@ class RingParts:
                 )
             tables.append(table)
         self.streams, self.records, self.signatures, self.sites, self.heap, self.losses = tables
-        # The check table is behind the heap; without checks it has no entries.
-        check_count = (file_size - self.heap.end) // layout.CHECKS.slot.size
+        # Behind the heap are the check table and the communicator table, if the file has them.
+        self.communicators_offset = self.read_live_word(LiveWord.COMMUNICATORS)
+        checks_end = self.communicators_offset or file_size
+        check_count = max(0, checks_end - self.heap.end) // layout.CHECKS.slot.size
         self.checks = Table(self.heap.end, check_count, layout.CHECKS.slot)
 
     def read_live_words(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, JsonObject, Loss, LossReason, Signature, Site, decode_fields
 
-from . import layout, parts
+from . import communicators, layout, parts
 from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
 
@@ -157,6 +157,7 @@ class RingReader(parts.RingParts):
     def __init__(self, data: Any, inode: int = 0) -> None:
         super().__init__(data)
         self.inode = inode
+        self._communicators = communicators.CommunicatorTable(data, self.communicators_offset)
         # The uid and the description of the stream in each slot of the stream table.
         self._known_streams: dict[int, tuple[int, parts.StreamDescription]] = {}
         # The chunks whose streams are all dormant: the bytes of their slots and losses, and these streams.
@@ -180,6 +181,9 @@ class RingReader(parts.RingParts):
         written = self.count_records()
         words = self.read_live_words()
         active_streams, torn_parts = self._read_streams(written, now_ns)
+        active_streams, device_status, device_entries = self._add_communicators(
+            active_streams, words, now_ns
+        )
         faults = self.read_note(layout.FAULTS) or {}
         exception = self.read_note(layout.EXCEPTION) or None
         is_handled = exception is not None and bool(exception.get("is_handled"))
@@ -201,9 +205,9 @@ class RingReader(parts.RingParts):
             dormant_chunks=self._dormant_chunks,
             exception=None if is_handled else exception,
             handled_exception=exception if is_handled else None,
-            faults=tuple(map(str, faults.get("lines", ()))),
-            device_status=DeviceStatusState(words[LiveWord.DEVICE_STATUS]),
-            device_entries=self._read_reported_devices(words),
+            faults=(*map(str, faults.get("lines", ())), *self._describe_uncovered()),
+            device_status=device_status,
+            device_entries=device_entries,
             read_ns=now_ns,
             opened=words[LiveWord.OPENED],
             torn_parts=torn_parts,
@@ -212,12 +216,67 @@ class RingReader(parts.RingParts):
     def read_positions(self, now_ns: int) -> tuple[StreamStates, DeviceEntries]:
         """The positions of all streams, and of their devices: a part of what a snapshot has."""
         active_streams, _ = self._read_streams(self.count_records(), now_ns)
-        streams = (*active_streams, *self._dormant_streams)
-        return streams, self._read_reported_devices(self.read_live_words())
+        active_streams, _, device_entries = self._add_communicators(
+            active_streams, self.read_live_words(), now_ns
+        )
+        return (*active_streams, *self._dormant_streams), device_entries
 
-    def _read_reported_devices(self, words: tuple[int, ...]) -> DeviceEntries:
-        is_reported = words[LiveWord.DEVICE_STATUS] == DeviceStatusState.REPORTED
-        return self.read_device_entries() if is_reported else ()
+    def _add_communicators(
+        self, streams: StreamStates, words: tuple[int, ...], now_ns: int
+    ) -> tuple[StreamStates, DeviceStatusState, DeviceEntries]:
+        """The streams with those of NCCL's communicators that torch does not know, and how far the
+        device has come. What NCCL itself reports takes the place of the Flight Recorder's counters,
+        which may lack starts.
+        """
+        status = DeviceStatusState(words[LiveWord.DEVICE_STATUS])
+        is_reported = status is DeviceStatusState.REPORTED
+        entries = self.read_device_entries() if is_reported else ()
+        table = self._communicators
+        found = table.read_communicators(now_ns)
+        if not found:
+            return streams, status, entries
+        if table.follows_device:
+            entries_by_uid = {entry.uid: entry for entry in entries}
+            for communicator in found:
+                if not (communicator.lost or communicator.is_closed):
+                    entry = communicator.make_device_entry(now_ns)
+                    entries_by_uid[entry.uid] = entry
+            entries = tuple(entries_by_uid.values())
+            status = DeviceStatusState.REPORTED
+        others = []
+        for communicator in found:
+            calls = table.read_calls(communicator) if not communicator.torch_stream else []
+            if calls:
+                state = StreamState(
+                    uid=communicator.uid,
+                    kind=communicators.KIND,
+                    group=communicator.group,
+                    entered=calls[-1].seq,
+                    completed=None,
+                    chain=calls[-1].chain,
+                    entered_s=parts.compute_age_s(now_ns, calls[-1].entered_ns),
+                    pending_s=None,
+                    read_ns=now_ns,
+                )
+                others.append(state)
+        return (*streams, *others), status, entries
+
+    def _describe_uncovered(self) -> tuple[str, ...]:
+        count = self._communicators.count_uncovered()
+        if not count:
+            return ()
+        return (f"{count} NCCL communicators beyond {layout.COMMUNICATOR_SLOTS} are not watched",)
+
+    def _read_communicator_calls(
+        self, now_ns: int
+    ) -> dict[int, list[communicators.CommunicatorCall]]:
+        """The last calls of the communicators that torch does not know, oldest first, by uid."""
+        table = self._communicators
+        return {
+            communicator.uid: table.read_calls(communicator)
+            for communicator in table.read_communicators(now_ns)
+            if not communicator.torch_stream
+        }
 
     def _read_streams(self, written: int, now_ns: int) -> tuple[StreamStates, int]:
         """The streams that are not dormant, and how many were left out; ``written`` records exist."""
@@ -375,6 +434,10 @@ class RingReader(parts.RingParts):
         """The last calls of a stream in the ring up to ``to_seq`` at multiples of ``step``, oldest
         first.
         """
+        if uid > communicators.FIRST_UID:
+            found = self._read_communicator_calls(now_ns).get(uid, [])
+            chosen = [c for c in found if from_seq <= c.seq <= to_seq and c.seq % step == 0]
+            return [call.make_call(now_ns) for call in chosen[-max_calls:]]
         calls: list[Call] = []
         for record in self._iter_newest_first():
             if record[UID] != uid:
@@ -396,7 +459,10 @@ class RingReader(parts.RingParts):
             calls = calls_by_uid.setdefault(record[UID], [])
             if len(calls) < _MAX_LAST_CALLS or record[FLAGS] & _RETRACTED:
                 self._add_older_call(calls, record, now_ns)
-        return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
+        last_calls = {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
+        for uid, found in self._read_communicator_calls(now_ns).items():
+            last_calls[uid] = [call.make_call(now_ns) for call in found]
+        return last_calls
 
     def _add_older_call(self, calls: list[Call], record: Record, now_ns: int) -> None:
         """Adds the call of a record to the later calls of its stream, newest first. A retracted call
@@ -437,7 +503,9 @@ class RingReader(parts.RingParts):
                 yield record
 
     def read_delta(self, from_index: int) -> RingDelta:
-        """The calls of all streams in the records from ``from_index`` on, in one pass."""
+        """The calls of all streams in the records from ``from_index`` on, in one pass, and the last
+        ones of communicators that torch does not know.
+        """
         written = self.count_records()
         from_index = max(0, from_index)
         first_index = max(0, from_index - _RETRACTION_WINDOW)
@@ -460,6 +528,10 @@ class RingReader(parts.RingParts):
         newest_ops = {
             uid: self.read_signature(number).op for uid, number in newest_signatures.items()
         }
+        for uid, calls in self._read_communicator_calls(0).items():
+            if calls:
+                chains[uid] = {call.seq: call.chain for call in calls}
+                newest_ops[uid] = calls[-1].make_call(0).signature.op
         return RingDelta(
             next_index=written,
             chains=chains,

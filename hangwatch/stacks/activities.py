@@ -291,6 +291,7 @@ _WAIT_TABLE = _compile_rows(
     (TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", STORE_KEY),
     (TORCH + r"distributed/(rpc/(__init__|backend_registry)|distributed_c10d)\.py$",
      r"init_rpc|_store_based_barrier|_new_process_group_helper", _RENDEZVOUS),
+    (TORCH + r"distributed/_symmetric_memory/.*\.py$", r"rendezvous|get_symm_mem_workspace", _RENDEZVOUS),
     (r".*-packages/(?!torch/)", r"(\w+_)?barrier|sync_global_devices|wait_for_everyone", _BARRIER),
     (STDLIB + r"subprocess\.py$", r".*", _CHILD_EXIT),
     (STDLIB + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED_CHILD_EXIT),

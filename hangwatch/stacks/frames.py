@@ -23,9 +23,10 @@ _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # the end of a name: folders may be .p
 # agent/recorder of their own. Installed, the recorder is a library like any other.
 RECORDER_MODULES = (
     "annotations", "callers", "calls", "checks/inspection", "checks/settings", "checks/tensors",
-    "device", "dynamo", "exceptions", "faults", "group_origins", "group_setup", "groups",
-    "installation", "kernels", "native/build", "native/cache", "native/check", "native/library",
-    "poller", "python_kernel", "recorder", "ring_file", "stack_dumps", "streams", "writer",
+    "core_dumps", "device", "dynamo", "exceptions", "faults", "graphs", "group_origins", "group_setup",
+    "groups", "installation", "kernels", "nccl", "native/build", "native/cache", "native/check",
+    "native/library", "poller", "python_kernel", "recorder", "ring_file", "stack_dumps", "streams",
+    "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(.*/)?agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.

@@ -131,6 +131,7 @@ class Attempt:
     checks: CheckResults = field(default_factory=CheckResults)
     # The readings that the diagnosis requested, by host.
     hardware: dict[str, HostHardware] = field(default_factory=dict)
+    kernels_at: float = 0.0  # when kernels of any rank were last received
     # The time since which all live processes were reported, as of the last search for others.
     _all_reported_since: float = 0.0
     # A rank whose process was alive at the last check; -1 if there was none.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hangwatch.model.calls import Call, Loss, StreamKind, decode_invalid_peer
+from hangwatch.model.calls import GRAPH_REPLAY, Call, Loss, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.verdicts import DeviceProgress
 
@@ -130,6 +130,9 @@ class CallStream:
     # How many more calls the host had made than the backend counted, when the device had last completed
     # all of them: a coalesced block counts as one.
     uncounted_calls: int | None = None
+    # Whether a replay of a CUDA graph is among its calls. The backend counts no replay, so that the
+    # number of calls that it does not count grows.
+    has_replays: bool = False
     # The time at which the device was last seen to begin or complete a collective of the group, or to
     # have work again after it had completed the collectives of all groups.
     device_changed_at: float = 0.0
@@ -204,10 +207,15 @@ class CallStream:
         return self.is_pending and newest is not None and newest.blocking is True
 
     @property
+    def ends_with_replay(self) -> bool:
+        """Whether the newest call is a replay of a CUDA graph, whose completion nothing reports."""
+        return self.op == GRAPH_REPLAY
+
+    @property
     def is_executed(self) -> bool:
         """Whether the device had completed all calls when it was last read, after the newest one."""
         device = self.device
-        if device is None or device.is_behind_host:
+        if device is None or device.is_behind_host or self.ends_with_replay:
             return False
         return device.enqueued >= 0 and device.read_at > self.entered_at
 

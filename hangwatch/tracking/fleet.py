@@ -24,7 +24,7 @@ from hangwatch.protocol.heartbeat import (
 from .attempt import Attempt, HostHardware, is_known_address
 from .call_stream import CallWindow
 from .foreign_groups import ForeignGroups, disconnect_channel
-from .process import Process, ReportTimes, StackSample
+from .process import KernelSample, Process, ReportTimes, StackSample
 from .tenants import change_count, get_tenant, take_turns
 from .updates import apply_process_update, apply_terse_update, record_calls
 
@@ -267,6 +267,11 @@ class Fleet:
             process = processes.get((host, sample.key))
             if process is not None:
                 process.add_sample(StackSample.from_reply(sample, now))
+        for kernels in beat.kernels:
+            process = processes.get((host, kernels.key))
+            if process is not None:
+                process.kernels = KernelSample.from_reply(kernels, now)
+                process.attempt.kernels_at = now
         for reply in beat.calls:
             process = processes.get((host, reply.key))
             stream = process.streams.get(reply.uid) if process is not None else None

@@ -11,7 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.groups import DECLARED_BACKEND, Group, OutsideMember, RankTuple, unpack_ranks
+from hangwatch.model.groups import (
+    DECLARED_BACKEND,
+    SYMMETRIC_BACKEND,
+    Group,
+    OutsideMember,
+    RankTuple,
+    unpack_ranks,
+)
 from hangwatch.protocol.heartbeat import StreamIdentity
 
 from .call_stream import CallStream
@@ -68,12 +75,12 @@ class ForeignGroups:
             if process not in claims:
                 claims.append(process)
         self._changed[key] = None
-        # The creation of a group, and calls that are declared for it, are streams of their own.
+        # The creation of a group, and calls that its backend does not make, are streams of their own.
         part = ""
         if identity.kind is StreamKind.SETUP:
             part = " set-up"
-        elif identity.backend == DECLARED_BACKEND:
-            part = " declared"
+        elif identity.backend in (DECLARED_BACKEND, SYMMETRIC_BACKEND):
+            part = f" {identity.backend}"
         reported = Group(
             name=identity.name,
             desc=identity.desc,

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from sys import getsizeof
 from typing import TYPE_CHECKING
 
+from hangwatch.model.bounds import limit_texts
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import FlightFile
+from hangwatch.model.kernels import MAX_KERNEL_NAME_CHARS, MAX_KERNELS, Kernels
 from hangwatch.model.limits import (
     BUSY_WITHIN_S,
     FROZEN_AFTER_S,
@@ -25,7 +27,7 @@ from hangwatch.model.limits import (
     STOPPED_STATES,
 )
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
-from hangwatch.protocol.heartbeat import ProcessIdentity, StackReply
+from hangwatch.protocol.heartbeat import KernelsReply, ProcessIdentity, StackReply
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
 from .call_stream import MAX_URGENT_SUSPECTS, CallStream, DivergenceBounds
@@ -208,6 +210,27 @@ class StackSample:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSample:
+    """The kernels on the devices of a process at one moment, or why they are not known."""
+
+    source: str
+    taken_at: float
+    kernels: Kernels = ()
+    error: str | None = None
+
+    @classmethod
+    def from_reply(cls, reply: KernelsReply, now: float) -> KernelSample:
+        """The sample in a heartbeat that was received at ``now``, without what exceeds the limits."""
+        kernels = reply.kernels[:MAX_KERNELS]
+        return cls(
+            source=reply.source[:MAX_FUNCTION_CHARS],
+            taken_at=now - reply.taken_s,
+            kernels=limit_texts(kernels, MAX_KERNEL_NAME_CHARS),
+            error=reply.error and reply.error[:MAX_ERROR_CHARS],
+        )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Process:
     """One training process of an attempt, the current holder of its rank or a former one.
@@ -254,6 +277,7 @@ class Process:
     last_blocked: tuple[float, float] = (0.0, 0.0)
     has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
     samples: tuple[StackSample, ...] = ()  # newest last
+    kernels: KernelSample | None = None  # the newest one
     finished_reporting: bool = False  # the agent has reported all there is
 
     @property
@@ -324,6 +348,13 @@ class Process:
         older = samples[:-SAMPLES_KEPT_PER_PROCESS]
         examined = [taken for taken in older if taken.is_examined]
         self.samples = (*examined[-_EXAMINED_KEPT:], *samples[-SAMPLES_KEPT_PER_PROCESS:])
+
+    def get_kernels_since(self, since: float) -> Kernels | None:
+        """The kernels on its devices, if they were read since then; None if they are not known."""
+        sample = self.kernels
+        if sample is None or sample.taken_at < since or sample.error is not None:
+            return None
+        return sample.kernels
 
     def find_caller(
         self, sample: StackSample, group: Group | None, since: float
@@ -455,7 +486,8 @@ class Process:
                 if is_counted or state is None or state.has_member_behind(stream):
                     return True
             device = stream.device
-            if device is None:  # perhaps nothing reports the completion of the call
+            if device is None or stream.ends_with_replay:
+                # Perhaps nothing reports the completion of the call.
                 is_late = not is_counted and waited_s >= _UNCOUNTED_AFTER_S
             else:
                 still_s = device.read_at - stream.device_changed_at

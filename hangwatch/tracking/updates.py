@@ -172,6 +172,7 @@ def _apply_stream_update(
     stream.entered_at = entered_at
     if op and op != stream.op:
         stream.op = intern(op)
+        stream.has_replays |= stream.ends_with_replay
     if stream.first_unfinished > old_first_unfinished:
         stream.advanced_at = entered_at
     if completed is not None and completed > old_completed:
@@ -283,7 +284,7 @@ def _apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], n
             completed=status.completed,
             read_at=now - status.read_s,
         )
-        if stream.is_executed:
+        if stream.is_executed and not stream.has_replays:
             stream.uncounted_calls = stream.entered - device.enqueued
         has_new_work = was_idle and device.is_behind_host
         if (

@@ -1,5 +1,5 @@
 """The evidence of an incident, taken from the state of its attempt: calls, processes, stacks, the
-positions of devices, and the hosts' hardware. Pure.
+kernels and positions of devices, and the hosts' hardware. Pure.
 
 The evidence lacks what differs between two reads of an unchanged job, such as the age of a call, so
 that an incident only counts as changed when its document changes.
@@ -19,6 +19,7 @@ from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation, MissingEvidence, UnavailableSource, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
+from hangwatch.model.kernels import RankKernels
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.model.verdicts import DevicePosition, Verdict
@@ -33,6 +34,7 @@ MAX_EXECUTIONS_SHOWN = 16  # threads that execute remote calls
 MAX_STACK_BYTES = 2 << 20
 MAX_DETAILED_CULPRITS = 8  # more culprits than this are shown with their calling threads only
 MAX_PROCESSES_SHOWN = 64
+MAX_KERNEL_RANKS_SHOWN = 64
 MAX_POSITIONS_SHOWN = 256
 MAX_OBSERVATIONS_SHOWN = 256
 MAX_GAPS_SHOWN = 16
@@ -96,6 +98,7 @@ def update_evidence(
         incident,
         processes=collect_processes(attempt, incident.culprits) or incident.processes,
         stacks=collect_stacks(attempt, incident, since, convert_date),
+        kernels=collect_kernels(attempt, incident, since, convert_date),
         device=collect_device_positions(attempt, incident, incident.device),
         hardware=collect_hardware(hosts, incident.hardware),
         hardware_missing=collect_missing(hosts) or incident.hardware_missing,
@@ -241,6 +244,33 @@ def _keep_unchanged(
     """``now``, but an entry with the content of an earlier one is replaced by that one."""
     earlier = {get_content(entry): entry for entry in before}
     return [earlier.get(get_content(entry), entry) for entry in now]
+
+
+def collect_kernels(
+    attempt: Attempt, incident: Incident, since: float, convert_date: DateConverter
+) -> tuple[RankKernels, ...]:
+    """The kernels on the devices of the incident's ranks, read since then, and the earlier ones of ranks
+    whose kernels are no longer known; culprits first.
+    """
+    if attempt.kernels_at < since - CLOCK_SLACK_S or not attempt.kernels_at:
+        return incident.kernels
+    known = {entry.rank: entry for entry in incident.kernels}
+    for process in attempt.find_processes(incident.involved_ranks):
+        sample = process.kernels
+        if sample is None or sample.taken_at < since - CLOCK_SLACK_S:
+            continue
+        entry = RankKernels(
+            rank=process.rank,
+            source=sample.source,
+            taken_at=convert_date(sample.taken_at),
+            kernels=sample.kernels,
+            error=sample.error,
+        )
+        before = known.get(process.rank, entry)
+        known[process.rank] = before if replace(before, taken_at=entry.taken_at) == entry else entry
+    culprits = frozenset(incident.culprits)
+    shown = sorted(known.values(), key=lambda entry: (entry.rank not in culprits, entry.rank))
+    return tuple(shown[:MAX_KERNEL_RANKS_SHOWN])
 
 
 def collect_device_positions(

@@ -30,7 +30,7 @@ from ..core import limits
 from ..core.clock import Clock, ulid
 from .evidence import add_device_advice, strip_verdict, update_evidence
 
-# The kind of an incident may only be corrected this long after it was opened.
+# The kind of an incident may only be corrected this long after it was opened or kernels were received.
 EVIDENCE_WINDOW_S = 10.0
 # An incident stays open this long after the end of its job: another host may report late.
 JOB_END_GRACE_S = 30.0
@@ -326,7 +326,9 @@ class IncidentRegistry:
         unmatched = list(verdicts)
         all_related = []
         for record in records:
-            gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
+            # The kernels of devices are read after an incident was opened, and that takes long.
+            newest_at = max(record.opened_at, attempt.kernels_at)
+            gathering = now - newest_at < EVIDENCE_WINDOW_S and not record.is_aborted
             related = [(relate_verdict(record.incident, v, gathering), v) for v in verdicts]
             all_related.append((record, related))
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)

@@ -49,6 +49,13 @@ class _AgentCommands:
 _NO_COMMANDS = _AgentCommands()  # never filled
 
 
+def _get_expiry_s(subject: _Subject) -> float:
+    """After which time an unanswered request for this evidence may be repeated. A debugger takes long, and
+    the ranks of a host take turns.
+    """
+    return ACCEPTED_FOR_S if subject[0] is CommandKind.KERNELS else REQUEST_EXPIRES_S
+
+
 @dataclass(slots=True, kw_only=True)
 class CommandQueue:
     """Queued and unanswered commands. The same evidence is requested only once at a time."""
@@ -72,19 +79,21 @@ class CommandQueue:
                 continue
             # The node agent still has the calls of a process that ended.
             has_ended = process.exit is not None and not request.hardware
-            if has_ended and (request.stacks or process.finished_reporting):
+            if has_ended and (request.stacks or request.kernels or process.finished_reporting):
                 continue
             subject: _Subject
             if request.hardware:
                 subject = CommandKind.HARDWARE, "", 0
             elif request.stacks:
                 subject = CommandKind.STACKS, process.key, 0
+            elif request.kernels:
+                subject = CommandKind.KERNELS, process.key, 0
             else:
                 subject = CommandKind.CALLS, process.key, request.stream_uid
             commands = self._open_commands(process)
             last = commands.evidence.get(subject)
             if last is not None:
-                repeat_after_s = REQUEST_EXPIRES_S
+                repeat_after_s = _get_expiry_s(subject)
                 if last.is_answered:
                     # Other calls of the same stream are another request.
                     is_repeated = request == last.request
@@ -97,6 +106,7 @@ class CommandQueue:
                 kind,
                 now,
                 device=request.device,
+                whole_job=request.whole_job,
                 uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,
@@ -172,16 +182,17 @@ class CommandQueue:
         """The heartbeat without evidence that its node agent was not asked for, and how many replies that
         were. Each command is answered once, and counts as answered from now on.
         """
-        reply_count = len(beat.samples) + len(beat.calls) + len(beat.hardware)
+        reply_count = len(beat.samples) + len(beat.kernels) + len(beat.calls) + len(beat.hardware)
         if not reply_count:
             return beat, 0
         samples = self._select_awaited(beat.agent, beat.samples)
+        kernels = self._select_awaited(beat.agent, beat.kernels)
         calls = self._select_awaited(beat.agent, beat.calls)
         hardware = self._select_awaited(beat.agent, beat.hardware)
-        unrequested = reply_count - len(samples) - len(calls) - len(hardware)
+        unrequested = reply_count - len(samples) - len(kernels) - len(calls) - len(hardware)
         if unrequested:
-            beat = replace(beat, samples=samples, calls=calls, hardware=hardware)
-        answered = {reply.request for reply in (*samples, *calls, *hardware)}
+            beat = replace(beat, samples=samples, kernels=kernels, calls=calls, hardware=hardware)
+        answered = {reply.request for reply in (*samples, *kernels, *calls, *hardware)}
         for last in self._find_commands(beat.agent).evidence.values():
             last.is_answered |= last.command_id in answered
         return beat, unrequested
@@ -216,15 +227,17 @@ class CommandQueue:
             expired.append(command_id)
         for command_id in expired:
             del self._awaited[command_id]
-        oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
+        late_at = now - report_interval_s
         for agent, commands in list(self._agents.items()):
             commands.unsent = {
                 command_id: (command, at)
                 for command_id, (command, at) in commands.unsent.items()
-                if at > oldest_at
+                if at > late_at - REQUEST_EXPIRES_S
             }
             commands.evidence = {
-                subject: last for subject, last in commands.evidence.items() if last.at > oldest_at
+                subject: last
+                for subject, last in commands.evidence.items()
+                if last.at > late_at - _get_expiry_s(subject)
             }
             if not commands.unsent and not commands.evidence:
                 del self._agents[agent]

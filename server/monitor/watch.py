@@ -99,7 +99,8 @@ class Watch:
                 requests.append(EvidenceRequest.for_calls(rank, stream, window))
             if requests and is_large(attempt.rank_count):
                 shared.commands.request_evidence(attempt, requests, now)
-        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
+        evidence = (beat.samples, beat.kernels, beat.calls, beat.hardware)
+        if beat.processes or beat.aborts or any(evidence):
             shared.has_changes.set()
         scheduler.record_heartbeat(beat.agent, urgent, now)
         commands = shared.commands.take_unsent(beat.agent)

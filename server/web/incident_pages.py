@@ -158,7 +158,8 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
             stacks.append(replace(stack, ranks=shown_ranks))
     calling_stacks = select_calling_stacks(stacks)
     callers = set(calling_stacks)
-    document = build_document(replace(incident, stacks=()))
+    kernels = tuple(entry for entry in incident.kernels if is_shown(entry.rank))
+    document = build_document(replace(incident, stacks=(), kernels=kernels))
     ended_at = incident.resolved_at or state.shared.clock.date(state.now())
     dump = state.shared.dumps.find_request(dump_id, state.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
@@ -182,6 +183,7 @@ def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -
         "tree_ranks": sorted({rank for stack in calling_stacks for rank in stack.ranks}),
         "failed_stacks": [stack for stack in stacks if stack.error is not None],
         "other_stacks": [s for s in stacks if s.frames and s not in callers],
+        "kernels": list(terminal.describe_incident_kernels(document)),
         "processes": [process for process in incident.processes if is_shown(process.rank)],
         "device": [position for position in incident.device if is_shown(position.rank)],
         "hardware": [

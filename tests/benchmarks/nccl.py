@@ -1,23 +1,25 @@
 """What hangwatch and torch's Flight Recorder add to a call of NCCL's process group, and what reading
 the Flight Recorder's counters costs. Runs on the stand-ins of `tests.fakegpu`, whose collectives
-take no time: so a call is what the host does.
+take no time, so that a call is what the host does; or on this machine's own GPUs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hangwatch.agent.recorder.device import MAX_LOAD, STILL_INTERVAL_S
-from hangwatch.agent.recorder.native.build import get_build_command
-from tests.fakegpu.environment import environment_folder
-from tests.fakegpu.launch import job_environment, torchrun_command
-from tests.harness.environments import python_of
+from hangwatch.agent.recorder.native.cache import get_cache_dir
+from tests.harness.launchers import build_command
+from tests.harness.native import build_plugin, build_recorder
 from tests.harness.server import Server
+from tests.zoo.nccl import nccl_runtime
 
 _PROGRAMS = Path(__file__).parents[1] / "fakegpu" / "programs"
 PROGRAM = _PROGRAMS / "call_cost.py"
@@ -51,7 +53,20 @@ NCCL_VARIANTS = (
         environment={**_RECORDER_OFF, "HANGWATCH_RECORDER": "python"},
         is_watched=True,
     ),
+    *(
+        NcclVariant(
+            name=f"native recorder, HANGWATCH_NCCL={level}",
+            environment={
+                **_RECORDER_OFF,
+                "HANGWATCH_RECORDER": "native",
+                "HANGWATCH_NCCL": level,
+            },
+            is_watched=True,
+        )
+        for level in ("calls", "device")
+    ),
 )
+COST_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +74,52 @@ class NcclCosts:
     """The median of each process and all readings of each variant, in nanoseconds."""
 
     call_ns: dict[str, list[float]] = field(default_factory=dict)
+    graph_ns: dict[str, list[float]] = field(default_factory=dict)  # replays of a graph
     status_ns: list[float] = field(default_factory=list)
     dump_ns: list[float] = field(default_factory=list)
 
-    def median_added_ns(self, variant: NcclVariant) -> float:
-        """What a variant adds to a call, each process compared with the bare one beside it."""
-        pairs = zip(self.call_ns[variant.name], self.call_ns[BARE_VARIANT.name], strict=True)
-        return statistics.median(call - bare for call, bare in pairs)
+
+def compute_added_ns(times_ns: Mapping[str, list[float]], variant: NcclVariant) -> float:
+    """What a variant adds to a call or a replay, each job compared with the bare one beside it."""
+    pairs = zip(times_ns[variant.name], times_ns[BARE_VARIANT.name], strict=True)
+    return statistics.median(time - bare for time, bare in pairs)
 
 
-def prepare_environment(torch_version: str) -> dict[str, str]:
-    """The environment of a job on the stand-ins, for which the native recorder is built."""
-    environment = job_environment(torch_version)
-    build_command = [str(python_of(environment_folder(torch_version))), *get_build_command()[1:]]
-    subprocess.run(build_command, env=environment, check=True, capture_output=True)
-    return environment
+class NcclBench:
+    """Runs programs on one torch, for which the native recorder and the plugin for NCCL are built: a
+    version of tests.fakegpu on the stand-ins, or ``installed``, this interpreter's on this machine's GPUs.
+    """
+
+    def __init__(self, torch_version: str) -> None:
+        self._runtime = nccl_runtime(torch_version)
+        folder = get_cache_dir(os.environ)
+        build_recorder(folder, self._runtime)
+        build_plugin(folder, self._runtime)
+        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **self._runtime.env}
+        self._environment["HANGWATCH_CACHE_DIR"] = str(folder)
+
+    def run_program(
+        self, program: Path, ranks: int, args: Sequence[str], env: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """What rank 0 prints. Raises subprocess.SubprocessError."""
+        command, variables = build_command(
+            self._runtime.choose_launcher("torchrun"),
+            program,
+            ranks,
+            args=args,
+            python=self._runtime.python,
+        )
+        done = subprocess.run(
+            command,
+            env={**self._environment, **variables, **env},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+        )
+        line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+        figures: dict[str, Any] = json.loads(line)
+        return figures
 
 
 def measure_peak_memory(torch_version: str, url: str) -> dict[str, float]:
@@ -81,25 +127,15 @@ def measure_peak_memory(torch_version: str, url: str) -> dict[str, float]:
     with each recorder, by their names. Raises subprocess.SubprocessError, and ValueError if another
     recorder recorded.
     """
-    environment = prepare_environment(torch_version)
+    bench = NcclBench(torch_version)
     peaks: dict[str, float] = {}
     for recorder in ("none", "native", "python"):
         watched = {} if recorder == "none" else {"HANGWATCH_URL": url}
-        done = subprocess.run(
-            torchrun_command(
-                torch_version,
-                MEMORY_RANKS,
-                MEMORY_PROGRAM,
-                [str(MEMORY_STEPS), str(ACTIVATION_MB)],
-            ),
-            env={**environment, **watched, "HANGWATCH_RECORDER": recorder},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=RUN_TIMEOUT_S,
-        )
-        figures = json.loads(
-            next(line for line in done.stdout.splitlines() if line.startswith("{"))
+        figures = bench.run_program(
+            MEMORY_PROGRAM,
+            MEMORY_RANKS,
+            [str(MEMORY_STEPS), str(ACTIVATION_MB)],
+            {**watched, "HANGWATCH_RECORDER": recorder},
         )
         if figures["recorder"] != recorder:
             raise ValueError(f"{recorder} is to be measured, {figures['recorder']} recorded")
@@ -111,24 +147,19 @@ def measure_nccl_costs(
     torch_version: str, server: Server, sets: int = 3, turns: int = 40
 ) -> NcclCosts:
     """Runs each variant ``sets`` times, in turns. Raises subprocess.SubprocessError."""
-    environment = prepare_environment(torch_version)
+    bench = NcclBench(torch_version)
     costs = NcclCosts()
     for _ in range(sets):
         for variant in NCCL_VARIANTS:
             watched = {"HANGWATCH_URL": server.loopback_url} if variant.is_watched else {}
-            done = subprocess.run(
-                torchrun_command(torch_version, 1, PROGRAM, [str(turns), str(CALLS_PER_TURN)]),
-                env={**environment, **variant.environment, **watched},
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=RUN_TIMEOUT_S,
+            figures = bench.run_program(
+                PROGRAM,
+                COST_RANKS,
+                [str(turns), str(CALLS_PER_TURN)],
+                {**variant.environment, **watched},
             )
-            figures = json.loads(
-                next(line for line in done.stdout.splitlines() if line.startswith("{"))
-            )
-            median_ns = statistics.median(figures["call_ns"])
-            costs.call_ns.setdefault(variant.name, []).append(median_ns)
+            for key, times_ns in (("call_ns", costs.call_ns), ("graph_ns", costs.graph_ns)):
+                times_ns.setdefault(variant.name, []).append(statistics.median(figures[key]))
             costs.status_ns.extend(figures["status_ns"])
             costs.dump_ns.extend(figures["dump_ns"])
     return costs
@@ -136,12 +167,16 @@ def measure_nccl_costs(
 
 def iter_cost_rows(costs: NcclCosts) -> Iterator[tuple[str, str, str, str]]:
     """(label, median, added, limit) for each row of the table."""
-    for variant in NCCL_VARIANTS:
-        median_us = statistics.median(costs.call_ns[variant.name]) / 1e3
-        is_bare = variant is BARE_VARIANT
-        label = "all_reduce on NCCL's process group" if is_bare else f"  {variant.name}"
-        added = "" if is_bare else f"{costs.median_added_ns(variant) / 1e3:+.2f} µs"
-        yield label, f"{median_us:.2f} µs", added, ""
+    for title, times_ns in (
+        ("all_reduce on NCCL's process group", costs.call_ns),
+        ("replay of a CUDA graph with 200 of them", costs.graph_ns),
+    ):
+        for variant in NCCL_VARIANTS:
+            median_us = statistics.median(times_ns[variant.name]) / 1e3
+            is_bare = variant is BARE_VARIANT
+            label = title if is_bare else f"  {variant.name}"
+            added = "" if is_bare else f"{compute_added_ns(times_ns, variant) / 1e3:+.2f} µs"
+            yield label, f"{median_us:.2f} µs", added, ""
     status_ms = statistics.median(costs.status_ns) / 1e6
     share = status_ms / 1e3 / STILL_INTERVAL_S
     yield (

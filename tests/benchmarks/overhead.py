@@ -190,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--nccl",
         metavar="VERSION",
-        help="measure calls and memory on NCCL's process group instead, with this torch of tests.fakegpu",
+        help="measure calls and memory on NCCL's process group instead, with this torch of tests.fakegpu;"
+        " installed: with this interpreter's, on this machine's GPUs",
     )
     arguments = parser.parse_args(argv)
     plan = MeasurementPlan(sets=2, turns=30) if arguments.quick else MeasurementPlan()

@@ -15,7 +15,14 @@ from pathlib import Path
 from tests.fakegpu.imports import VendorLibrary, read_imports
 
 CPP_FOLDER = Path(__file__).parent / "cpp"
-_CORE_SOURCES = ("device.cpp", "streams.cpp", "memory.cpp", "faults.cpp", "kernels.cpp")
+_CORE_SOURCES = (
+    "device.cpp",
+    "streams.cpp",
+    "graphs.cpp",
+    "memory.cpp",
+    "faults.cpp",
+    "kernels.cpp",
+)
 _FLAGS = (
     "-std=c++17",
     "-O1",

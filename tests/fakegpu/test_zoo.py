@@ -9,7 +9,7 @@ import pytest
 from tests.fakegpu.conftest import require_torch
 from tests.harness.depth import choose_seed, draw_depth, draw_recorder
 from tests.harness.expected import list_programs
-from tests.harness.native import recorder_env
+from tests.harness.native import build_plugin, recorder_env
 from tests.harness.verdicts import ProgramOutcome, check_program
 from tests.zoo.nccl import nccl_runtime
 
@@ -43,4 +43,5 @@ def run_program(name: str, folder: Path, folders: pytest.TempPathFactory) -> Pro
     """Runs a program with the recorder and the number of earlier calls that the seed gives."""
     seed, runtime = choose_seed(), nccl_runtime(TORCH_VERSION)
     env = recorder_env(draw_recorder(name, seed), folders, runtime)
+    build_plugin(Path(env["HANGWATCH_CACHE_DIR"]), runtime)
     return check_program(name, folder, runtime=runtime, depth=draw_depth(name, seed), env=env)

@@ -1,4 +1,4 @@
-"""The recorder in C++, built once for all tests of a run."""
+"""The recorder in C++ and the plugin for NCCL, built once for all tests of a run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ BUILD_ARGUMENTS = (
     "import os; from hangwatch.agent.recorder.native import build;"
     " print(build.build_recorder(os.environ))",
 )
+_BUILD_PLUGIN_ARGUMENTS = (
+    *BUILD_ARGUMENTS[:-1],
+    BUILD_ARGUMENTS[-1].replace("recorder(", "plugin("),
+)
 
 
 def recorder_env(
@@ -34,9 +38,20 @@ def build_recorder(folder: Path, runtime: TorchRuntime = THIS_RUNTIME, **extra_e
     """Puts the recorder, built for the runtime's torch, into ``folder``, which is
     HANGWATCH_CACHE_DIR then. Returns immediately if it is there already.
     """
+    _run_build(BUILD_ARGUMENTS, folder, runtime, **extra_env)
+
+
+def build_plugin(folder: Path, runtime: TorchRuntime = THIS_RUNTIME) -> None:
+    """Puts the plugin for NCCL into ``folder``, likewise."""
+    _run_build(_BUILD_PLUGIN_ARGUMENTS, folder, runtime)
+
+
+def _run_build(
+    arguments: tuple[str, ...], folder: Path, runtime: TorchRuntime, **extra_env: str
+) -> None:
     env = clean_environment(**runtime.env, HANGWATCH_CACHE_DIR=str(folder), **extra_env)
     done = subprocess.run(
-        [runtime.python, *BUILD_ARGUMENTS], env=env, capture_output=True, text=True, timeout=400, check=False,
+        [runtime.python, *arguments], env=env, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

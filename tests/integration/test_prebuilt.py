@@ -55,10 +55,16 @@ def test_with_an_unknown_release_it_is_tried_first(python: Path, tmp_path: Path)
         env = {"PATH": "/nowhere", "HANGWATCH_CACHE_DIR": str(cache)}
         copied = Path(run_python(python, *BUILD_ARGUMENTS, env=env))
         assert copied.parent == cache
-        (prebuilt,) = manifest.parent.glob("*.so")
+        (prebuilt,) = manifest.parent.glob("recorder_*.so")
         assert copied.read_bytes() == prebuilt.read_bytes(), "no compiler was needed"
     finally:
         manifest.write_text(text)
+
+
+def test_plugin_for_nccl_is_found(python: Path, tmp_path: Path) -> None:
+    code = "import os; from hangwatch.agent.recorder.native import cache; print(cache.find_plugin(os.environ))"
+    env = {"PATH": "/nowhere", "HANGWATCH_CACHE_DIR": str(tmp_path)}
+    assert PREBUILT in run_python(python, "-c", code, env=env), "nothing was built"
 
 
 def run_python(python: Path, *arguments: str, env: dict[str, str]) -> str:
@@ -70,8 +76,9 @@ def test_wheel_is_small_and_portable(wheel: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{wheel.stem.rpartition('_28_')[2]}.whl")
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
     with zipfile.ZipFile(wheel) as archive:
-        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
-    assert library.startswith(PREBUILT)
+        libraries = sorted(name for name in archive.namelist() if name.endswith(".so"))
+    kinds = [library.removeprefix(f"{PREBUILT}/").split("_")[0] for library in libraries]
+    assert kinds == ["nccl", "recorder"]
     for tool in ("twine", "check-wheel-contents", "auditwheel"):
         assert find_tool(tool, f"pip's {tool}")
     run_command(find_tool("twine", "pip"), "check", "--strict", wheel)

@@ -14,6 +14,7 @@ from hangwatch.agent.node.reporting.acked import UnackedHistory
 from hangwatch.agent.node.reporting.updates import compose_update
 from hangwatch.diagnosis import Diagnosis, diagnose
 from hangwatch.model.calls import (
+    GRAPH_REPLAY,
     Call,
     Loss,
     LossReason,
@@ -24,6 +25,7 @@ from hangwatch.model.calls import (
     with_agreement_hash,
 )
 from hangwatch.model.groups import Group, pack_ranks
+from hangwatch.model.kernels import Kernel
 from hangwatch.model.limits import Limits
 from hangwatch.model.operators import MustMatch
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
@@ -78,6 +80,11 @@ class ScriptedStream:
     is_in_call: bool = False  # the backend does not count the newest call yet, as with a full queue
     lost_from_seq: int = 0  # calls from here on have uncertain numbers; 0: none was lost
 
+    @property
+    def counted_calls(self) -> int:
+        """The number of calls that a backend counts."""
+        return sum(call.signature.op != GRAPH_REPLAY for call in self.calls)
+
     def list_calls(self, now: float) -> list[Call]:
         """The calls, with their ages at a time."""
         return [
@@ -110,7 +117,7 @@ class ScriptedStream:
         return [
             DeviceEntry(
                 uid=self.uid,
-                enqueued=len(self.calls) - self.is_in_call,
+                enqueued=self.counted_calls - self.is_in_call,
                 started=self.device.started,
                 completed=self.device.completed,
                 read_ns=int((now - self.device.read_s) * 1e9),
@@ -169,6 +176,7 @@ class ScriptedJob:
         self.now = 100.0
         self.fleet = Fleet() if fleet is None else fleet  # may be shared with another job
         self.master = master
+        self.allows_debugger = False  # HANGWATCH_GPU_STACKS is in the environment of its ranks
         self.ranks = {r: ScriptedRank(r, host=host) for r in range(world_size)}
         self.groups: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size))}
         self._heartbeat_numbers: dict[str, int] = {}
@@ -205,6 +213,20 @@ class ScriptedJob:
         for rank in self.groups[group]:
             if rank not in except_ranks:
                 self.make_call(rank, op, group=group, done=done, **arguments)
+
+    def replay_graph(
+        self,
+        rank: int,
+        contents: str = "12 collectives (all_reduce), hash 5",
+        *,
+        group: str = "world",
+    ) -> None:
+        """The rank replays a CUDA graph that has collectives of the group."""
+        members = Group(name=group, desc=group, ranks=self.groups[group], backend="nccl")
+        stream = self._open_stream(rank, group, StreamKind.COLLECTIVE, members)
+        signature = Signature(op=GRAPH_REPLAY, detail=contents)
+        signature = with_agreement_hash(signature, MustMatch.NOTHING, ())
+        self._enter_call(stream, signature, False, None, 40)
 
     def make_foreign_call(
         self, rank: int, number: int, op: str = "broadcast", *, store: str = "store", size: int = 2,
@@ -263,7 +285,7 @@ class ScriptedJob:
         """Sets the counters of the rank's device; its calls are complete only by these."""
         stream = self.ranks[rank].streams[group]
         stream.device = wire.DeviceStatus(
-            uid=stream.uid, enqueued=len(stream.calls), started=started, completed=completed
+            uid=stream.uid, enqueued=stream.counted_calls, started=started, completed=completed
         )
 
     def lose_call(self, rank: int, key: str = "world") -> None:
@@ -328,6 +350,17 @@ class ScriptedJob:
             ),
         )
 
+    def report_kernels(self, rank: int, *names: str, error: str | None = None) -> None:
+        """The debugger shows kernels of these names, of 2 blocks of 128 threads, on the rank's device now."""
+        kernels = tuple(
+            Kernel(name=name, device=rank, grid=(2, 1, 1), block=(128, 1, 1)) for name in names
+        )
+        reply = wire.KernelsReply(
+            key=f"{rank}-1", request="k", source="cuda-gdb", kernels=kernels, error=error
+        )
+        host = self.ranks[rank].host
+        self.apply_heartbeat(host=host, agent=f"agent-{host}", kernels=(reply,))
+
     def _list_callers(self, rank: int) -> dict[int, list[int]]:
         """The threads with numbers that made calls, that of the newest call first, each with the
         uids of the streams whose newest call it made.
@@ -380,6 +413,7 @@ class ScriptedJob:
                 start_ticks=1,
                 started_s=self.now - 99.0,
                 master=rank.master or self.master,
+                gpu_stacks=self.allows_debugger,
             ),
             state=rank.state,
             idle_s=0.0 if not rank.idle else 100.0,
@@ -422,7 +456,7 @@ class ScriptedJob:
         """The verdicts that are confirmed now, after heartbeats and the requested evidence."""
         self.send_heartbeats()
         for _ in range(4):
-            requests = [r for r in self.run_diagnosis().requests if not (r.stacks or r.hardware)]
+            requests = [r for r in self.run_diagnosis().requests if r.stream_uid]
             for request in requests:
                 streams = self.ranks[request.rank].streams.values()
                 stream = next(s for s in streams if s.uid == request.stream_uid)

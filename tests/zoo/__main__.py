@@ -23,7 +23,7 @@ from tests.harness.depth import SEED_VARIABLE, Depth, choose_seed, draw_depth
 from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import PTRACE_REFUSED, THIS_RUNTIME, TorchRuntime
-from tests.harness.native import build_recorder
+from tests.harness.native import build_plugin, build_recorder
 from tests.harness.server import ServerPool
 from tests.harness.verdicts import ProgramOutcome, check_program
 
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ["HANGWATCH_RECORDER"] = arguments.recorder
         if arguments.recorder == "native":
             build_recorder(get_cache_dir(os.environ), runtime)
+        if arguments.backend == "nccl":
+            build_plugin(get_cache_dir(os.environ), runtime)
         run_program = partial(_run_program, _choose_runner(arguments, runtime, servers), arguments)
         if arguments.soak:
             return soak.run_soak(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hangwatch.model.hardware import find_known_problems
+from hangwatch.protocol.commands import allows_abort
 from hangwatch.protocol.heartbeat import PROOF_PATH
 from hangwatch.report.text import abbreviate_list
 from hangwatch.ring.layout import INITIAL_SIZE, DeviceStatusState, RingError
@@ -33,11 +34,12 @@ from ...node.hardware.host import Host
 from ...node.hardware.reader import SOURCES, ReaderProcess, Source
 from ...node.reporting.updates import find_missing_setting, parse_release
 from ...node.stacks import faulthandler_dumps
+from ...node.stacks.cuda_gdb import locate_cuda_gdb
 from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
 from ...node.system import permission
 from ...recorder.checks.settings import load_check_settings
 from ...recorder.native import build, cache
-from ...recorder.native.cache import Environment
+from ...recorder.native.cache import PLUGIN_VARIABLE, Environment
 from ...transport.client import (
     Reply,
     ServerTarget,
@@ -85,9 +87,11 @@ def run_doctor(args: argparse.Namespace) -> int:
         check_torch(torch),
         *check_run_dir(url),
         *check_recorder(env),
+        *check_plugin(env),
         *check_recordings(url),
         *check_devices(torch, env),
         *check_stacks(),
+        *check_kernels(env),
         *check_hardware(env),
         *check_known_problems(),
         *check_server(url, args.token, env),
@@ -301,9 +305,10 @@ def check_recorder(env: Environment) -> Iterator[Finding]:
     if mode == "python":
         yield report_success("recorder", "Python's, as HANGWATCH_RECORDER says")
         return
+    # `check_plugin` builds the plugin for NCCL.
     status, last_line = _run_command(
         build.get_build_command(),
-        build.make_bare_environment(env),
+        {**build.make_bare_environment(env), "HANGWATCH_NCCL": "off"},
         build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S,
     )
     reason = last_line.removeprefix("hangwatch: ") or f"the build ended with status {status}"
@@ -320,6 +325,31 @@ def check_recorder(env: Environment) -> Iterator[Finding]:
             "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python"
             " selects it",
         )
+
+
+def check_plugin(env: Environment) -> Iterator[Finding]:
+    """Checks the plugin for NCCL if HANGWATCH_NCCL asks for it, and builds it if it is missing."""
+    name = "nccl plugin"
+    value = env.get("HANGWATCH_NCCL", "")
+    if value and value not in cache.NCCL_LEVELS:
+        levels = ", ".join(cache.NCCL_LEVELS)
+        yield report_failure(
+            name, f"HANGWATCH_NCCL={value} counts as off", f"set it to one of {levels}"
+        )
+    level = cache.get_nccl_level(env)
+    if level == "off":
+        return
+    present = env.get(PLUGIN_VARIABLE)
+    try:
+        path = build.build_plugin(env)
+    except build.BuildError as error:
+        yield report_warning(name, f"none: {error}", "without it, HANGWATCH_NCCL has no effect")
+        return
+    if present and present != str(path):
+        detail = f"{PLUGIN_VARIABLE} names another plugin, and NCCL loads one alone"
+        yield report_warning(name, detail, f"unset {PLUGIN_VARIABLE}, or HANGWATCH_NCCL")
+    else:
+        yield report_success(name, f"{path}, for HANGWATCH_NCCL={level}")
 
 
 def check_recordings(url: str) -> Iterator[Finding]:
@@ -366,7 +396,10 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
 
 
 def check_hardware(env: Environment, sources: Sequence[Source] = SOURCES) -> Iterator[Finding]:
-    """One finding for each source. None of them fails: a host without a source has no such part."""
+    """One finding for each source that leaves the job alone. None of them fails: a host without a source
+    has no such part.
+    """
+    sources = [source for source in sources if not source.examines_job]
     with contextlib.closing(ReaderProcess()) as reader:
         reading = reader.read_sources(sources, Host.from_environ((), env))
     unavailable = {missing.source: missing for missing in reading.unavailable}
@@ -446,6 +479,26 @@ def check_stacks() -> Iterator[Finding]:
             finally:
                 with contextlib.suppress(OSError):  # the process has ended already
                     sleeper.kill()
+
+
+def check_kernels(env: Environment) -> Iterator[Finding]:
+    """Checks what the job's settings for the kernels on its GPUs need. Most jobs have none."""
+    if identity.is_switched_on(env, "HANGWATCH_GPU_STACKS"):
+        path = locate_cuda_gdb()
+        if path is None:
+            detail = "HANGWATCH_GPU_STACKS is set, and cuda-gdb is not installed"
+            remedy = "install the CUDA toolkit's package cuda-gdb, and add its folder to PATH"
+            yield report_warning("cuda-gdb", detail, remedy)
+        else:
+            yield report_success("cuda-gdb", path)
+    if identity.is_switched_on(env, "HANGWATCH_GPU_CORE"):
+        if allows_abort(env.get("HANGWATCH_ON_HANG", "")):
+            detail = "written before a rank is ended: an error in a kernel ends it by SIGABRT"
+            yield report_success("core dumps of GPUs", detail)
+        else:
+            detail = "HANGWATCH_GPU_CORE has no effect: no rank may be ended"
+            remedy = "set HANGWATCH_ON_HANG=abort as well"
+            yield report_warning("core dumps of GPUs", detail, remedy)
 
 
 def check_pyspy(pyspy: PySpy, pid: int) -> Finding:

@@ -85,6 +85,9 @@ class RingFile:
             # The file was removed already, or the disk is read-only: then the next agent tries again.
             with contextlib.suppress(OSError):
                 self.path.with_suffix(suffix).unlink()
+        for suffix in (run_dir.GPU_CORE_SUFFIX, run_dir.GPU_PIPE_SUFFIX):
+            with contextlib.suppress(OSError):  # most jobs want no core dumps
+                self.path.with_name(f"{self.pid}{suffix}").unlink()
 
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:

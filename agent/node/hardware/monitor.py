@@ -57,6 +57,7 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
         # Sources that this host lacks are not tried again for a baseline.
         self._absent: set[str] = set()
         self._next_baseline_ns = 0
+        self._job_findings = Reading(taken_ns=0)
 
     def update_baseline(self, pids: tuple[int, ...], now_ns: int) -> None:
         """Has the counters read if that is due. ``pids`` are the live ranks on this host."""
@@ -76,7 +77,12 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             self._absent.update(missing.source for missing in reading.unavailable)
             self._baselines.append(reading)
             return None
-        reading = self._reader.read_sources(self._sources, host)
+        sources = [s for s in self._sources if command.whole_job or not s.examines_job]
+        reading = self._reader.read_sources(sources, host)
+        if command.whole_job:
+            self._keep_job_findings(reading)
+        elif self._job_findings.taken_ns >= order.onset_ns:
+            reading = self._add_job_findings(reading)
         reply = HardwareReply(
             key=command.key,
             request=command.id,
@@ -84,6 +90,17 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             unavailable=reading.unavailable,
         )
         return reply, reading.taken_ns
+
+    def _keep_job_findings(self, reading: Reading) -> None:
+        names = [source.name for source in self._sources if source.examines_job]
+        found = [item for item in reading.observations if item.source in names]
+        self._job_findings = Reading(taken_ns=reading.taken_ns, observations=tuple(found))
+
+    def _add_job_findings(self, reading: Reading) -> Reading:
+        """Adds what was found out about the whole job, which is not done again for one hang."""
+        age_s = (reading.taken_ns - self._job_findings.taken_ns) / 1e9
+        found = [replace(item, age_s=age_s) for item in self._job_findings.observations]
+        return replace(reading, observations=(*reading.observations, *found))
 
     def explain_failure(self, order: HardwareOrder, error: str) -> tuple[HardwareReply, int] | None:
         if order.command is None:

@@ -37,14 +37,14 @@ _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or N
 
 def check(host: Host) -> None:
     """Raises SourceUnavailableError if no process of this job listens at the address of RAS."""
-    _connect(host, _get_address(host)).close()
+    connect(host, get_address(host)).close()
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
     """Ranks that are missing, lag or failed. Raises SourceUnavailableError without an answer."""
-    address = _get_address(host)
+    address = get_address(host)
     try:
-        with _connect(host, address) as server, server.makefile("rwb") as stream:
+        with connect(host, address) as server, server.makefile("rwb") as stream:
             server.settimeout(QUERY_TIMEOUT_S)
             stream.write(b"client protocol 2\n")
             stream.flush()
@@ -58,18 +58,24 @@ def probe(host: Host) -> tuple[Observation, ...]:
             stream.flush()
             report = stream.read(_MAX_REPORT_BYTES).decode(errors="replace")
     except OSError as error:
-        reason = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
-        raise SourceUnavailableError(f"NCCL at {address}: {reason}") from None
+        raise describe_failure(address, error) from None
     is_json = report.lstrip().startswith("{")
     return tuple(_read_json(report) if is_json else _read_text(report))
 
 
-def _get_address(host: Host) -> str:
+def get_address(host: Host) -> str:
+    """The HOST:PORT at which NCCL listens."""
     return host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS
 
 
-def _connect(host: Host, address: str) -> socket.socket:
-    """Raises SourceUnavailableError if no process of this job listens there."""
+def describe_failure(address: str, error: OSError) -> SourceUnavailableError:
+    """The reason why a connection to NCCL gave no report."""
+    reason = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
+    return SourceUnavailableError(f"NCCL at {address}: {reason}")
+
+
+def connect(host: Host, address: str) -> socket.socket:
+    """Connects to NCCL. Raises SourceUnavailableError if no process of this job listens there."""
     name, _, port = address.rpartition(":")
     if not (name and port.isdecimal()):
         raise SourceUnavailableError(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
-from . import host_resources, kernel_log, nccl_ras, network, nvml
+from . import host_resources, kernel_log, nccl_diagnostics, nccl_ras, network, nvml
 from .host import Host, SourceUnavailableError, observe
 
 TIME_LIMIT_S = 5.0
@@ -51,6 +51,7 @@ class Source:
     probe: Probe
     has_counters: bool = False  # such a source is also read once a minute, to know what changes
     may_block: bool = False  # a driver or network may block the probe
+    examines_job: bool = False  # it makes all ranks of the job work, so one host reads it for all
     check: Callable[[Host], None] = lambda host: None
 
 
@@ -65,6 +66,13 @@ SOURCES = (
     Source(name=network.INTERFACES, probe=network.probe_interfaces, has_counters=True),
     Source(name=nvml.SOURCE, probe=nvml.probe, has_counters=True, may_block=True, check=nvml.check),
     Source(name=nccl_ras.SOURCE, probe=nccl_ras.probe, may_block=True, check=nccl_ras.check),
+    Source(
+        name=nccl_diagnostics.SOURCE,
+        probe=nccl_diagnostics.probe,
+        may_block=True,
+        examines_job=True,
+        check=nccl_diagnostics.check,
+    ),
     Source(name=kernel_log.SOURCE, probe=kernel_log.probe),
     Source(name=host_resources.CGROUPS, probe=host_resources.probe_cgroups, has_counters=True),
     Source(name=host_resources.PRESSURE, probe=host_resources.probe_pressure),

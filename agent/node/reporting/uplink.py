@@ -30,6 +30,7 @@ from hangwatch.protocol.heartbeat import (
     HardwareReply,
     Heartbeat,
     HeartbeatReply,
+    KernelsReply,
     StackReply,
     get_family,
 )
@@ -38,8 +39,8 @@ from hangwatch.ring.parts import compute_age_s
 from ...transport.client import ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
 
-# Fields that hold stacks, call sites or arguments of calls.
-CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
+# Fields that hold stacks, kernels, call sites or arguments of calls.
+CONFIDENTIAL_FIELDS = frozenset(("samples", "kernels", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
@@ -338,10 +339,11 @@ class OutageTracker:
             self.log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
-CommandReply = StackReply | CallsReply | HardwareReply | AbortReply | RecordingReply
+CommandReply = StackReply | KernelsReply | CallsReply | HardwareReply | AbortReply | RecordingReply
 # The fields of a heartbeat that carry them
 _FIELDS: dict[type[CommandReply], str] = {
     StackReply: "samples",
+    KernelsReply: "kernels",
     CallsReply: "calls",
     HardwareReply: "hardware",
     AbortReply: "aborts",
@@ -386,7 +388,7 @@ class Outbox:
         for name, kept in self._replies.items():
             replies: list[CommandReply] = []
             for reply, taken_ns in kept:
-                if isinstance(reply, StackReply | HardwareReply):
+                if isinstance(reply, StackReply | KernelsReply | HardwareReply):
                     reply = replace(reply, taken_s=compute_age_s(now_ns, taken_ns))
                 replies.append(reply)
                 if isinstance(reply, RecordingReply) and reply.profile:

@@ -79,7 +79,8 @@ class RecorderBuilder:
     def update_build(self, identity: Mapping[str, Any]) -> None:
         """Starts the build if it is needed, and logs its result.
 
-        ``identity`` is a rank's, with the reason why it does not use the native recorder.
+        ``identity`` is a rank's, with the reasons why it does not use the native recorder, and the
+        plugin for NCCL that it asked for.
         """
         status = self._process.poll() if self._process is not None else None
         if status is not None:
@@ -89,7 +90,8 @@ class RecorderBuilder:
                 if status
                 else "the native recorder is built, for the next job"
             )
-        if self._build_attempted or identity.get("without") != cache.NOT_BUILT_REASON:
+        reasons = identity.get("without"), identity.get("without_plugin")
+        if self._build_attempted or cache.NOT_BUILT_REASON not in reasons:
             return
         self._build_attempted = True
         problem = ""

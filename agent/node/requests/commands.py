@@ -14,16 +14,25 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
+from hangwatch.model.kernels import CORE_DUMP
 from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, allows_abort
-from hangwatch.protocol.heartbeat import COMMANDS_PATH, AbortReply, CallsReply, StackReply
+from hangwatch.protocol.heartbeat import (
+    COMMANDS_PATH,
+    AbortReply,
+    CallsReply,
+    KernelsReply,
+    StackReply,
+)
 from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient
 from ..discovery.watched import WatchedByKey, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder, refuse_reading
 from ..reporting.uplink import CommandReply, Outbox, compute_pause_s
+from ..stacks.cuda_gdb import KernelOrder, KernelReader, make_kernels_reply
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
+from ..stacks.gpu_core import REQUIRED_BYTES, GpuCore, GpuCoreError
 from ..stacks.sampler import SampleOrder, StackSampler, make_stack_reply
 from ..system.runtime import AgentLog
 from .recordings import RecordingOrder, RecordingWorker
@@ -34,6 +43,8 @@ _POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server ha
 _MIN_POLL_INTERVAL_S = 0.25
 ABORT_SIGNAL = signal.SIGKILL
 _EXIT_TIMEOUT_S = 5  # a signal without effect is reported after this time
+# How long a core dump of a GPU may take. The server gives an order up after `REQUEST_EXPIRES_S`.
+_CORE_TIMEOUT_S = 4
 
 
 @dataclass(slots=True)
@@ -45,6 +56,7 @@ class CommandExecutor:
     watched: WatchedByKey
     sampler: StackSampler
     recordings: RecordingWorker
+    kernels: KernelReader
     hardware: HardwareMonitor
     traces: TraceRequests
     outbox: Outbox
@@ -73,6 +85,8 @@ class CommandExecutor:
             if not self.hardware.submit_order(order):
                 refused = UnavailableSource(source="all", reason="too many readings are queued")
                 reply = refuse_reading(command, refused)
+        elif command.kind is CommandKind.KERNELS:
+            reply = self._order_kernels(command, process, now_ns)
         elif command.stops:
             self.recordings.stop_recording(command.stops)
         else:
@@ -92,6 +106,8 @@ class CommandExecutor:
                 self.log.warn_once(result.refusal)
             if result.sample is not None:
                 self.outbox.add_reply(result.sample, result.taken_ns)
+        for kernels, taken_ns in self.kernels.take_results():
+            self.outbox.add_reply(kernels, taken_ns)
         for reply, taken_ns in self.hardware.take_results():
             self.outbox.add_reply(reply, taken_ns)
         now_ns = time.monotonic_ns()
@@ -99,6 +115,27 @@ class CommandExecutor:
             self.outbox.add_reply(recording, now_ns)
         for outcome in self.abort_tracker.check_exits(self.watched, now_ns):
             self.outbox.add_reply(outcome, now_ns)
+
+    def _order_kernels(
+        self, command: Command, process: WatchedProcess | None, now_ns: int
+    ) -> KernelsReply | None:
+        """Orders a reading of kernels. Returns a reply if there will be none."""
+        if process is None:
+            return make_kernels_reply(command, UNKNOWN_PROCESS)
+        if process.exit is not None:
+            return make_kernels_reply(command, "the process has ended")
+        if process.identity is None or not process.identity.gpu_stacks:
+            problem = "it needs HANGWATCH_GPU_STACKS=1 in the job's environment"
+            return make_kernels_reply(command, problem)
+        order = KernelOrder(
+            command=command,
+            pid=process.pid,
+            start_ticks=process.start_ticks,
+            ordered_ns=now_ns,
+        )
+        if self.kernels.submit_order(order):
+            return None
+        return make_kernels_reply(command, "too many processes are to be read on this node")
 
     def _order_stacks(
         self, command: Command, process: WatchedProcess | None
@@ -261,6 +298,16 @@ class CommandPoll:
             client.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Abort:
+    """An order whose process was sent the signal, or a request for a core dump of its GPUs."""
+
+    command: Command
+    since_ns: int
+    core: GpuCore | None = None
+    is_signalled: bool = True
+
+
 @dataclass(slots=True)
 class AbortTracker:
     """Ends ranks by order of the server, and keeps each order until it has a result.
@@ -271,18 +318,21 @@ class AbortTracker:
     can be handled as well, and writes a core dump of all the rank's memory. SIGKILL also ends stopped
     processes, and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137.
     No evidence is lost: it was stored before.
+
+    A job may want a core dump of its GPUs (HANGWATCH_GPU_CORE). Its driver writes one and then ends the
+    process by SIGABRT; if it does not in time, the signal follows.
     """
 
-    # The order's id and when the signal was sent, for each process key.
-    _signalled: dict[str, tuple[str, int]] = field(default_factory=dict)
+    warn_once: Callable[[str], None] = lambda _: None
+    _aborts: dict[str, _Abort] = field(default_factory=dict)  # the keys are those of processes
 
     def __bool__(self) -> bool:
-        return bool(self._signalled)
+        return bool(self._aborts)
 
     def abort_process(
         self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> AbortReply | None:
-        """Ends a process if it is watched. Returns a reply if it was not signalled."""
+        """Ends a process if it is watched. Returns a reply if it will not be ended."""
         reply = AbortReply(key=command.key, request=command.id)
         if process is None:
             return replace(reply, error="this node agent watches no such process")
@@ -290,6 +340,7 @@ class AbortTracker:
             return replace(reply, ended=process.exit)
         on_hang = process.identity.on_hang if process.identity is not None else ""
         problem = ""
+        core: GpuCore | None = None
         if not allows_abort(on_hang):
             state = f"HANGWATCH_ON_HANG={on_hang}" if on_hang else "no HANGWATCH_ON_HANG"
             problem = (
@@ -302,26 +353,44 @@ class AbortTracker:
                 " that has the same pid by now"
             )
         else:
-            try:
-                signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
-            except ProcessLookupError:
-                pass  # the process has just ended: `check_exits` will find that
-            except OSError as refusal:
-                problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+            core = self._request_core(process)
+            if core is None:
+                problem = _send_signal(process)
         if problem:
             return replace(reply, error=problem)
-        self._signalled[command.key] = (command.id, now_ns)
+        self._aborts[command.key] = _Abort(
+            command=command, since_ns=now_ns, core=core, is_signalled=core is None
+        )
         return None
 
-    def check_exits(self, watched: WatchedByKey, now_ns: int) -> list[AbortReply]:
-        """The replies for the signalled processes that have ended or whose time is up."""
-        replies = []
-        for key, (request, since_ns) in list(self._signalled.items()):
+    def _request_core(self, process: WatchedProcess) -> GpuCore | None:
+        """Has the driver of a process write a core dump of its GPUs, if the job wants that."""
+        if process.ring is None:
+            return None
+        core = GpuCore(folder=process.ring.path.parent, pid=process.pid)
+        core_count = 1 + sum(abort.core is not None for abort in self._aborts.values())
+        try:
+            return core if core.request_core(REQUIRED_BYTES * core_count) else None
+        except GpuCoreError as error:
+            self.warn_once(str(error))
+            return None
+
+    def check_exits(self, watched: WatchedByKey, now_ns: int) -> list[AbortReply | KernelsReply]:
+        """The replies for the processes that have ended or whose time is up, after those with the kernels
+        in their core dumps.
+        """
+        replies: list[AbortReply | KernelsReply] = []
+        for key, abort in list(self._aborts.items()):
             process = watched.get(key)
             exit_info = process.exit if process is not None else None
-            is_alive = process is not None and exit_info is None
-            if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_S * 1_000_000_000:
-                continue
+            if process is not None and exit_info is None:
+                limit_s = _EXIT_TIMEOUT_S if abort.is_signalled else _CORE_TIMEOUT_S
+                if now_ns - abort.since_ns < limit_s * 1_000_000_000:
+                    continue
+                if not abort.is_signalled:
+                    _send_signal(process)  # a failure is reported if the process remains
+                    self._aborts[key] = replace(abort, since_ns=now_ns, is_signalled=True)
+                    continue
             error = None
             if exit_info is None:
                 state = process.activity.state if process is not None else "?"
@@ -333,13 +402,37 @@ class AbortTracker:
                         ": it ends when its system call returns, from a file system or device that"
                         " is stuck"
                     )
+            if abort.core is not None:
+                replies += self._read_core(abort.command, abort.core)
             reply = AbortReply(
                 key=key,
-                request=request,
-                signal=ABORT_SIGNAL,
+                request=abort.command.id,
+                signal=ABORT_SIGNAL if abort.is_signalled else signal.SIGABRT,
                 ended=exit_info,
                 error=error,
             )
             replies.append(reply)
-            del self._signalled[key]
+            del self._aborts[key]
         return replies
+
+    def _read_core(self, command: Command, core: GpuCore) -> list[KernelsReply]:
+        """The kernels in a core dump, as a reply to the order to end its process."""
+        try:
+            kernels = core.take_kernels()
+        except GpuCoreError as error:
+            self.warn_once(str(error))
+            return []
+        reply = KernelsReply(key=command.key, request=command.id, source=CORE_DUMP, kernels=kernels)
+        return [reply]
+
+
+def _send_signal(process: WatchedProcess) -> str:
+    """Ends a process that has a pidfd. Returns why that failed; empty if it did not."""
+    assert process.pidfd is not None
+    try:
+        signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+    except ProcessLookupError:
+        pass  # the process has just ended: `AbortTracker.check_exits` will find that
+    except OSError as refusal:
+        return f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+    return ""

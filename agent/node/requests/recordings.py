@@ -177,7 +177,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
                 process.kill()
             process.wait()
             if order.command.native and process.returncode:
-                pyspy.continue_stopped(order.pid, order.start_ticks)
+                processes.continue_stopped(order.pid, order.start_ticks, pyspy.proc)
         if is_late and not stop_reason:
             raise PySpyError(
                 f"py-spy took more than {limit_s:g} s and was killed; the host may be overloaded: try"

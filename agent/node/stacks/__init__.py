@@ -1,1 +1,1 @@
-"""Stacks of ranks, by py-spy or by the ranks themselves."""
+"""Stacks of ranks, by py-spy or by the ranks themselves, and the kernels on their GPUs."""

@@ -4,11 +4,9 @@ happens to py-spy.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +21,6 @@ from ..system.processes import ThreadStacks
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped this long after py-spy has detached
-_RUNNING_READINGS = 3  # readings in a row after which a process is known to run
 _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
@@ -92,7 +88,9 @@ class PySpy:
         try:
             return self._run_dump(pid, options, timeout_s)
         except PySpyError as error:
-            if "--nonblocking" not in options and self.continue_stopped(pid, start_ticks):
+            # After a py-spy that was not to pause the process, whoever stopped it meant to.
+            is_pausing = "--nonblocking" not in options
+            if is_pausing and processes.continue_stopped(pid, start_ticks, self.proc):
                 raise PySpyError(
                     f"{error}; py-spy left the process stopped, and it was continued",
                     is_permanent=error.is_permanent,
@@ -179,26 +177,6 @@ class PySpy:
         if stat is None:
             raise PySpyError("the process has ended")
         return stat.state
-
-    def continue_stopped(self, pid: int, start_ticks: int) -> bool:
-        """Continues a process that a failed py-spy has left stopped. Returns True if that was necessary.
-
-        Only for a py-spy that was to pause it and failed: one that is killed cannot detach. After any
-        other one, whoever stopped the process meant to.
-        """
-        deadline = time.monotonic() + _RESUME_TIMEOUT_S
-        running_count = 0  # the signal that stops it may take effect late
-        while time.monotonic() < deadline:
-            stat = processes.read_live_stat(pid, start_ticks, self.proc)
-            if stat is None:
-                return False
-            running_count = 0 if stat.state in "Tt" else running_count + 1
-            if running_count == _RUNNING_READINGS:
-                return False
-            time.sleep(0.02)
-        with contextlib.suppress(OSError):  # the process ended just now
-            os.kill(pid, signal.SIGCONT)
-        return True
 
 
 def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:

@@ -78,6 +78,16 @@ class SampleResult:
     refusal: str | None = None
 
 
+class ProcessLocks:
+    """A lock for each process, so that only one debugger of the node agent attaches to it at a time."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, threading.Lock] = {}
+
+    def get_lock(self, key: str) -> threading.Lock:
+        return self._locks.setdefault(key, threading.Lock())
+
+
 class StackSampler(OrderWorker[SampleOrder, SampleResult]):
     """The threads that take stacks."""
 
@@ -93,7 +103,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._pyspy = pyspy
         self._preempt_recording = preempt_recording
         self._meter = TransferMeter(pyspy.proc)
-        self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
+        self.locks = ProcessLocks()
 
     def explain_failure(self, order: SampleOrder, error: str) -> SampleResult | None:
         if order.command is None:
@@ -122,9 +132,13 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 
     def execute_order(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
-        command = order.command
-        if command is None:
-            return self._probe_access(order)
+        # Two dumps that a process writes itself share a file, too.
+        with self.locks.get_lock(order.key):
+            if order.command is None:
+                return self._probe_access(order)
+            return self._take_sample(order, order.command)
+
+    def _take_sample(self, order: SampleOrder, command: Command) -> SampleResult:
         self._preempt_recording(order.key)
         taken_ns = time.monotonic_ns()
         try:
@@ -138,15 +152,14 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         sample = make_stack_reply(command)
         if order.registration is not None and order.ring_path is not None:
             try:
-                with self._own_dump_lock:
-                    taken_ns = time.monotonic_ns()
-                    dump = faulthandler_dumps.request_stacks(
-                        order.pid,
-                        order.start_ticks,
-                        order.ring_path,
-                        order.registration,
-                        proc=self._pyspy.proc,
-                    )
+                taken_ns = time.monotonic_ns()
+                dump = faulthandler_dumps.request_stacks(
+                    order.pid,
+                    order.start_ticks,
+                    order.ring_path,
+                    order.registration,
+                    proc=self._pyspy.proc,
+                )
                 threads = self._annotate_threads(dump.threads, order, command, with_children=False)
                 sample = replace(sample, source="faulthandler", threads=threads)
                 if dump.note:

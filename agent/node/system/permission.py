@@ -103,6 +103,7 @@ def may_read_memory(pid: int) -> bool:
     return code == errno.EFAULT
 
 
-def format_refusal(proc: str) -> str:
-    """Why py-spy may not attach, with the remedy."""
-    return f"py-spy may not attach: {read_ptrace_facts(proc).explain_refusal()}. {PTRACE_REMEDY}"
+def format_refusal(proc: str, program: str = "py-spy") -> str:
+    """Why a program may not attach, with the remedy."""
+    reason = read_ptrace_facts(proc).explain_refusal()
+    return f"{program} may not attach: {reason}. {PTRACE_REMEDY}"

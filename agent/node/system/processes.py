@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S
+from hangwatch.model.limits import MIN_TRANSFER_BYTES_PER_S, STOPPED_STATES
 from hangwatch.model.ranks import ThreadStack
 
 PROC_ROOT = "/proc"
@@ -24,6 +25,11 @@ _SCHEDSTAT_INTERVAL_NS = 900_000_000  # every other one of two readings a second
 # A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
 # host waits longer, one that only wakes now and then waits less.
 _MIN_WAIT_SHARE = 1 / 3
+_RESUME_TIMEOUT_S = (
+    0.5  # /proc may show a process as stopped this long after a debugger has detached
+)
+_RUNNING_READINGS = 3  # readings in a row after which a process is known to run
+_MAX_DEBUGGER_DEPTH = 4  # processes from a script that starts a debugger to the debugger
 _IO_COUNTERS = ("rchar", "wchar", "read_bytes", "write_bytes")  # proc_pid_io(5)
 
 
@@ -252,19 +258,43 @@ def read_tree_usage_s(pid: int, proc: str) -> tuple[float, float]:
 
 
 def is_traced_by_own(pid: int, proc: str) -> bool:
-    """Whether what pauses a process, as a debugger does, is the calling process or a child of it, such as
-    py-spy. Also true if the pause has just ended.
+    """Whether what pauses a process, as a debugger does, is the calling process or a descendant of it, such
+    as py-spy, or cuda-gdb below a script that starts it. Also true if the pause has just ended.
     """
     try:
         status = read_fields(f"{proc}/{pid}/status")
         tracer = status.get("TracerPid", "0")
         if tracer == "0":  # none, or one in another container
             return not status.get("State", "").startswith("t")
-        # The thread that traces has one.
-        tracer_status = read_fields(f"{proc}/{tracer}/status")
-        return str(os.getpid()) in (tracer_status.get("Tgid"), tracer_status.get("PPid"))
+        own_pid = str(os.getpid())
+        for _ in range(_MAX_DEBUGGER_DEPTH):
+            # The thread that traces has such a file.
+            tracer_status = read_fields(f"{proc}/{tracer}/status")
+            tracer = tracer_status.get("PPid", "0")
+            if own_pid in (tracer_status.get("Tgid"), tracer):
+                return True
     except OSError:  # one of them has ended
-        return False
+        pass
+    return False
+
+
+def continue_stopped(pid: int, start_ticks: int, proc: str) -> bool:
+    """Continues a process that a debugger has left stopped, such as a py-spy that was killed and could not
+    detach. Returns True if that was necessary.
+    """
+    deadline = time.monotonic() + _RESUME_TIMEOUT_S
+    running_count = 0  # the signal that stops it may take effect late
+    while time.monotonic() < deadline:
+        stat = read_live_stat(pid, start_ticks, proc)
+        if stat is None:
+            return False
+        running_count = 0 if stat.state in STOPPED_STATES else running_count + 1
+        if running_count == _RUNNING_READINGS:
+            return False
+        time.sleep(0.02)
+    with contextlib.suppress(OSError):  # the process ended just now
+        os.kill(pid, signal.SIGCONT)
+    return True
 
 
 def measure_age_s(start_ticks: int) -> float:

@@ -82,6 +82,54 @@ def build_recorder(env: Environment) -> Path:
     return target
 
 
+def build_plugin(env: Environment) -> Path:
+    """The path of the plugin for NCCL, which is built if necessary. Raises BuildError; a failure that
+    would repeat is recorded in the cache.
+    """
+    target = cache.get_plugin_path(env)
+    try:
+        if (found := _find_plugin(env)) is not None:
+            return found
+        make_private_folder(target.parent)
+        with target.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (found := _find_plugin(env)) is not None:
+                return found
+            compiler = find_compiler(env)
+            if compiler is None:
+                raise BuildError(NO_COMPILER_MESSAGE)
+            try:
+                with _replace_when_complete(target) as new_plugin:
+                    compile_plugin(new_plugin, compiler, env)
+                    cache.append_digest(new_plugin)
+            except BuildError as error:
+                target.with_suffix(".failed").write_text(str(error))
+                raise
+    except OSError as error:
+        raise BuildError(
+            f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one"
+            " that can"
+        ) from error
+    return target
+
+
+def _find_plugin(env: Environment) -> Path | None:
+    """The plugin that training processes load; None if it is absent or incomplete."""
+    try:
+        return cache.find_plugin(env)
+    except PermissionError as error:
+        raise BuildError(str(error)) from error
+    except OSError:
+        return None
+
+
+def compile_plugin(output: Path, compiler: Sequence[str], env: Environment) -> None:
+    """Compiles the plugin for NCCL. Raises BuildError."""
+    source = str(cache.PLUGIN_SOURCE_PATH)
+    command = [*compiler, *cache.PLUGIN_FLAGS, source, "-lc", "-o", str(output)]
+    _run_command(command, COMPILE_TIMEOUT_S, env)
+
+
 def _find_library(env: Environment) -> Path | None:
     """The recorder that training processes load; None if it is absent or incomplete."""
     try:
@@ -190,12 +238,17 @@ def main() -> int:
     # The kernel kills this process first if memory runs out (proc(5)), and not the job.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    try:
-        print(build_recorder(os.environ))
-    except BuildError as error:
-        print(f"hangwatch: {error}", file=sys.stderr)
-        return 1
-    return 0
+    builders = [build_recorder]
+    if cache.get_nccl_level(os.environ) != "off":
+        builders.append(build_plugin)
+    status = 0
+    for build in builders:
+        try:
+            print(build(os.environ))
+        except BuildError as error:
+            print(f"hangwatch: {error}", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

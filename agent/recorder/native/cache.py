@@ -25,17 +25,31 @@ from hangwatch.model.ownership import check_ownership
 Environment = Mapping[str, str]
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
+PLUGIN_SOURCE_PATH = Path(__file__).with_name("nccl_plugin.cpp")
 PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")
 _MANIFEST_PATH = PREBUILT_FOLDER / "manifest.json"
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
 _DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
+NCCL_LEVELS = ("off", "calls", "device")
+PLUGIN_VARIABLE = "NCCL_PROFILER_PLUGIN"  # from which NCCL loads its plugin
+# The plugin needs no library but libc, so that one file serves every torch and interpreter.
+PLUGIN_FLAGS = (
+    "-O2", "-std=c++20", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
+    "-nodefaultlibs", "-Wl,-z,nodelete", "-Wl,-z,defs",
+)  # fmt: skip
 
 
 def get_recorder_mode(env: Environment) -> str:
     """The value of HANGWATCH_RECORDER; an unknown one counts as auto."""
     mode = env.get("HANGWATCH_RECORDER", "")
     return mode if mode in RECORDER_MODES else "auto"
+
+
+def get_nccl_level(env: Environment) -> str:
+    """The value of HANGWATCH_NCCL; an unknown one counts as off."""
+    level = env.get("HANGWATCH_NCCL", "")
+    return level if level in NCCL_LEVELS else "off"
 
 
 def explain_unsupported() -> str:
@@ -72,6 +86,53 @@ def get_library_path(env: Environment) -> Path:
     )
     digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
     return get_cache_dir(env) / f"recorder-{tag}-{digest}.so"
+
+
+def get_plugin_path(env: Environment) -> Path:
+    """The path of the plugin for NCCL in the cache, built or not."""
+    name = f"nccl-plugin-{platform.machine()}-{hash_plugin_sources()}.so"
+    return get_cache_dir(env) / name
+
+
+@functools.cache
+def hash_plugin_sources() -> str:
+    """The hash of what the plugin is built from."""
+    inputs = PLUGIN_SOURCE_PATH.read_text(), PLUGIN_FLAGS
+    return hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
+
+
+def find_plugin(env: Environment) -> Path | None:
+    """The plugin that NCCL may load: that of the cache, else that of the wheel; None if there is
+    none. Raises OSError if the one found must not be loaded.
+    """
+    path = get_plugin_path(env)
+    try:
+        verify_library(path)
+        return path
+    except FileNotFoundError:
+        pass
+    prebuilt = PREBUILT_FOLDER / get_prebuilt_plugin_name()
+    try:
+        manifest = json.loads(_MANIFEST_PATH.read_text(encoding="utf-8"))
+        if manifest["plugin_sources"] != hash_plugin_sources() or not prebuilt.exists():
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    verify_library(prebuilt)
+    return prebuilt
+
+
+def get_prebuilt_plugin_name() -> str:
+    """The file name of the wheel's plugin for this machine."""
+    return f"nccl_plugin_{platform.machine()}.so"
+
+
+def read_plugin_failure(env: Environment) -> str:
+    """Why the last build of the plugin failed; empty if it did not."""
+    try:
+        return get_plugin_path(env).with_suffix(".failed").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 @functools.cache

@@ -11,6 +11,9 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
+#include <string>
 #include <unordered_map>
 
 namespace {
@@ -27,6 +30,16 @@ struct CallPlan {
   int completion_mode = UNOBSERVABLE;
   int failure_rule = NO_RULE;
 };
+
+// A call that Python records often, of which all but the thread and the site is known: `_PlannedCall`
+// in library.py.
+struct PlannedCall {
+  Stream* stream;
+  uint64_t agreement_hash;
+  RecordBody record_body;
+  uint64_t seq; // its number, once it was entered
+};
+static_assert(sizeof(PlannedCall) == 64, "as in library.py");
 
 // All methods require the recorder's mutex.
 class PlanCache {
@@ -81,6 +94,16 @@ void append_callers(CallKey& key) {
   });
 }
 
+// Appends the characters, so that no two names have the same key.
+void append_name(const std::string& name, CallKey& key) {
+  key.push_back(static_cast<int64_t>(name.size()));
+  for (size_t i = 0; i < name.size(); i += sizeof(int64_t)) {
+    int64_t word = 0;
+    memcpy(&word, name.data() + i, std::min(name.size() - i, sizeof word));
+    key.push_back(word);
+  }
+}
+
 // Appends everything but the data of an argument to the key of its call. If a list has more than
 // `max_tensors` tensors, only those at either end are appended.
 void append_argument(
@@ -98,6 +121,8 @@ void append_argument(
     key.push_back(value.toInt());
   } else if (value.isBool()) {
     key.push_back(value.toBool());
+  } else if (value.isString()) {
+    append_name(value.toStringRef(), key);
   } else if (value.isObject()) {
     const auto object = unbox(value);
     if (is_reduce_op)

@@ -80,6 +80,22 @@ class CallRecorder {
         stream, agreement_hash, record_body, blocked_thread, completion_mode, finished, lock);
   }
 
+  // Records calls that are made together and whose completion nothing shows, such as the replay of a
+  // CUDA graph.
+  void enter_planned_calls(PlannedCall* calls, uint64_t count) {
+    PendingWorks finished;
+    Lock lock(mutex_);
+    const uint32_t site = sites_.find_site(lock);
+    for (PlannedCall* planned = calls; planned != calls + count; ++planned) {
+      RecordBody record_body = planned->record_body;
+      record_body.site = site;
+      record_body.thread = get_thread_id();
+      const Call call = enter_call(
+          *planned->stream, planned->agreement_hash, record_body, 0, UNOBSERVABLE, finished, lock);
+      planned->seq = call.seq;
+    }
+  }
+
   // Records that the operator returned.
   void leave_call(const Call& call, WorkPtr work) {
     Lock lock(mutex_);

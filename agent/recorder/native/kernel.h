@@ -1,5 +1,5 @@
-// The kernel of a c10d operator: torch calls it in place of the backend's, it records the call, and
-// passes it on. Only the user's own exceptions leave it.
+// The kernel of an operator that communicates: torch calls it in place of the backend's, it records
+// the call, and passes it on. Only the user's own exceptions leave it.
 
 #pragma once
 
@@ -23,6 +23,27 @@ std::atomic<CallRecorder*> current_recorder{nullptr};
 // The reduce op of the call for which Python makes a plan; -1 if it has none. Some versions of
 // torch, such as 2.9, do not show it to Python.
 thread_local int64_t planned_reduce_op = -1;
+
+// Tells the plugin for NCCL which call of torch this thread makes; null if there is no plugin.
+using CallMarker = void (*)(uint32_t stream, uint64_t seq);
+std::atomic<CallMarker> call_marker{nullptr};
+
+class MarkedCall { // as long as it exists
+ public:
+  explicit MarkedCall(const Call& call) : marker_(call_marker.load(std::memory_order_acquire)) {
+    if (marker_)
+      marker_(call.stream->uid, call.seq);
+  }
+  ~MarkedCall() {
+    if (marker_)
+      marker_(0, 0);
+  }
+  MarkedCall(const MarkedCall&) = delete;
+  MarkedCall& operator=(const MarkedCall&) = delete;
+
+ private:
+  CallMarker marker_;
+};
 
 class RecordingKernel : public c10::OperatorKernel {
  public:
@@ -50,6 +71,7 @@ class RecordingKernel : public c10::OperatorKernel {
     if (!call.stream)
       return op.redispatchBoxed(keys & lower_keys, stack);
     try {
+      const MarkedCall marked(call);
       op.redispatchBoxed(keys & lower_keys, stack);
     } catch (const std::exception& error) {
       run_guarded([&] { recorder->fail_call(call, judge_failure(error, call.failure_rule)); });

@@ -6,21 +6,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hangwatch.model.calls import LossReason
-from hangwatch.ring.layout import RECORDS
+from hangwatch.ring.layout import RECORD_BODY_STRUCT, RECORDS
 
 from .. import faults
-from ..streams import CallDetails, EnteredCall, StreamRecorder
+from ..dynamo import Result
+from ..streams import CallDetails, EnteredCall, PlannedCalls, StreamRecorder
 from ..writer import RingWriter
 from . import cache
 from .cache import Environment, FrameLayout, get_frame_layout
 
 _INT64_SIGN_BIT = 1 << 63
 _MAX_FRAMES = 256
+_MAX_CALLBACK_FRAMES = 8  # between the library's function and its callback
 
 
 class _NativeCall(ctypes.Structure):
@@ -34,6 +39,15 @@ class _NativeCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class _PlannedCall(ctypes.Structure):
+    """A call of which all but the thread and the site is known: `PlannedCall` in call_plans.h."""
+
+    _fields_ = (
+        ("stream", ctypes.c_void_p), ("agreement_hash", ctypes.c_uint64),
+        ("record_body", ctypes.c_ubyte * RECORD_BODY_STRUCT.size), ("seq", ctypes.c_uint64),
+    )  # fmt: skip
+
+
 _RECORDER = _STREAM = ctypes.c_void_p
 _CALL = ctypes.POINTER(_NativeCall)
 _U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
@@ -41,9 +55,10 @@ _U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
 # called without the GIL, since they may wait for its owner.
 _WAITING_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_initialize_library": (None, FrameLayout),
-    "hw_register_kernel": (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool),
+    "hw_register_kernel": (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool),
     "hw_create_recorder": (_RECORDER, ctypes.c_void_p, _U64, _U64),
     "hw_set_current_recorder": (None, _RECORDER),
+    "hw_set_call_marker": (None, ctypes.c_void_p),
     "hw_update_streams": (_U64, _RECORDER),
     "hw_get_fault_count": (_U64,),
     "hw_get_last_fault": (ctypes.c_char_p,),
@@ -64,6 +79,7 @@ _QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_clear_plans": (None, _RECORDER),
     "hw_set_code_origin": (None, _RECORDER, _U64, _U8),
     "hw_clear_code_origins": (None, _RECORDER),
+    "hw_enter_planned_calls": (ctypes.c_bool, _RECORDER, ctypes.c_void_p, _U64),
     "hw_read_frames": (
         ctypes.c_int, ctypes.POINTER(_U64), ctypes.POINTER(_U32), ctypes.c_int
     ),
@@ -127,14 +143,19 @@ class NativeLibrary:
             ctypes.byref(base), RECORDS.offset, RECORDS.count
         )
 
-    def register_operator(self, name: str, *, compares_all_tensors: bool) -> None:
-        """Registers the kernel of an operator. Raises RuntimeError if torch refuses it.
+    def register_operator(self, name: str, planner: str, *, compares_all_tensors: bool) -> None:
+        """Registers the kernel of an operator such as ``c10d::send``; hangwatch::``planner`` makes its
+        plans. Raises RuntimeError if torch refuses it.
 
         Only the tensors at both ends of a long list are compared unless ``compares_all_tensors``.
         """
-        problem = self.lib.hw_register_kernel(name.encode(), compares_all_tensors)
+        problem = self.lib.hw_register_kernel(name.encode(), planner.encode(), compares_all_tensors)
         if problem:
             raise RuntimeError(problem.decode(errors="replace"))
+
+    def set_call_marker(self, function: int) -> None:
+        """Calls the function at this address before and after each call; see `nccl.MarkCall`."""
+        self.lib.hw_set_call_marker(function)
 
     def start_recording(self) -> None:
         self.lib.hw_set_current_recorder(self.recorder)
@@ -167,6 +188,12 @@ class NativeLibrary:
             self._gil_lib.hw_clear_code_origins(self.recorder)
         else:
             self._gil_lib.hw_set_code_origin(self.recorder, code, origin)
+
+    @property
+    def enter_planned_calls(self) -> Callable[[int | None, int, int], bool]:
+        """The function that enters calls; False if `take_interrupt` has an exception to raise."""
+        function: Callable[[int | None, int, int], bool] = self._gil_lib.hw_enter_planned_calls
+        return function
 
     def read_frames(self) -> list[tuple[int, int]]:
         """(Id of the code, offset of the instruction) of this thread's frames, newest first."""
@@ -225,6 +252,69 @@ class NativeStreamRecorder(StreamRecorder):
     def close_stream(self) -> None:
         self._native.lib.hw_close_stream(self._native.recorder, self.handle)
         super().close_stream()
+
+
+class NativePlannedCalls(PlannedCalls):
+    """Calls that the library enters, within some 100 ns each, and without releasing the GIL."""
+
+    def __init__(
+        self, native: NativeLibrary, planned: Iterable[tuple[StreamRecorder, int, int]]
+    ) -> None:
+        calls = []
+        self._streams = []
+        for stream, agreement_hash, signature in planned:
+            assert isinstance(stream, NativeStreamRecorder)
+            self._streams.append(stream)
+            record_body = stream.pack_record_body(signature, 0, 0)
+            packed = (ctypes.c_ubyte * len(record_body)).from_buffer_copy(record_body)
+            calls.append(_PlannedCall(stream.handle, agreement_hash, packed))
+        self._calls = (_PlannedCall * len(calls))(*calls)
+        self._arguments = native.recorder, ctypes.addressof(self._calls), len(calls)
+        self._enter = native.enter_planned_calls
+
+    def enter(self) -> None:
+        if not self._enter(*self._arguments):
+            raise take_interrupt()
+
+    def fail(self) -> None:
+        for stream, call in zip(self._streams, self._calls, strict=True):
+            stream.mark_incomplete(LossReason.RAISED, call.seq)
+
+
+class _Interrupts(threading.local):
+    error: BaseException | None = None
+
+
+_interrupts = _Interrupts()
+
+
+def run_callback(where: str, function: Callable[..., Result], *args: Any) -> Result | None:
+    """Runs a function that the library calls in Python, as `faults.run_guarded` does. The exception of a
+    signal handler is kept for `NativePlannedCalls`, because it cannot pass through what ctypes calls.
+    """
+    try:
+        return faults.run_guarded(where, function, *args)
+    except BaseException as error:
+        if _is_entering_planned_calls(sys._getframe(1)):
+            _interrupts.error = error
+        raise
+
+
+def _is_entering_planned_calls(frame: FrameType | None) -> bool:
+    """Whether `NativePlannedCalls.enter` called the library, which called the function of the frame."""
+    for _ in range(_MAX_CALLBACK_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is NativePlannedCalls.enter.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def take_interrupt() -> BaseException:
+    """The exception that left the last callback of this thread."""
+    error, _interrupts.error = _interrupts.error, None
+    return error or RuntimeError("a callback of the native recorder failed")
 
 
 def encode_plan(details: CallDetails | None, failure_rule: int) -> list[int]:

@@ -21,8 +21,25 @@ char __libc_single_threaded = 0;
 
 #include <torch/library.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
+#include <unordered_map>
+
+namespace {
+
+// The library of the kernels of operator `name`. Kernels stay registered, so it is never freed.
+torch::Library& open_library(const std::string& name) {
+  static std::unordered_map<std::string, torch::Library*> libraries;
+  const std::string name_space = name.substr(0, name.find(':'));
+  auto& library = libraries[name_space];
+  if (!library)
+    library = new torch::Library(
+        torch::Library::IMPL, name_space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  return *library;
+}
+
+} // namespace
 
 extern "C" {
 
@@ -36,17 +53,16 @@ void hw_initialize_library(FrameLayout layout) {
   });
 }
 
-// Registers the kernel of c10d::`name`; hangwatch::`name` must be defined. Returns an error
-// message, or null.
-const char* hw_register_kernel(const char* name, bool compares_all_tensors) {
-  static auto* const library = new torch::Library(
-      torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+// Registers the kernel of operator `name`, such as "c10d::send"; hangwatch::`planner` must be defined.
+// Returns an error message, or null.
+const char* hw_register_kernel(const char* name, const char* planner, bool compares_all_tensors) {
   static std::string problem;
   try {
-    const auto op = find_operator(std::string("c10d::") + name);
-    const auto planner = find_operator(std::string("hangwatch::") + name);
-    auto kernel = std::make_unique<RecordingKernel>(op, planner, compares_all_tensors);
-    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    const auto op = find_operator(name);
+    auto kernel = std::make_unique<RecordingKernel>(
+        op, find_operator(std::string("hangwatch::") + planner), compares_all_tensors);
+    auto function = torch::CppFunction::makeFromBoxedFunctor(std::move(kernel));
+    open_library(name).impl(strstr(name, "::") + 2, std::move(function));
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();
@@ -61,6 +77,12 @@ CallRecorder* hw_create_recorder(char* ring, uint64_t records_offset, uint64_t r
 // Makes all kernels use the recorder; null stops recording.
 void hw_set_current_recorder(CallRecorder* recorder) {
   current_recorder = recorder;
+}
+
+// Calls the function with the stream and the number of each call before torch makes it, and with
+// zeros afterwards; null calls none.
+void hw_set_call_marker(CallMarker marker) {
+  call_marker = marker;
 }
 
 uint64_t hw_update_streams(CallRecorder* recorder) {
@@ -122,6 +144,21 @@ void hw_enter_call(
   memcpy(&record_body, packed_body, sizeof record_body);
   *call = recorder->enter_call(
       *stream, agreement_hash, record_body, blocked_thread, completion_mode);
+}
+
+// Records the beginning of calls that were planned. Returns false if Python code that it called raised
+// an exception, which `run_callback` in library.py keeps.
+bool hw_enter_planned_calls(CallRecorder* recorder, PlannedCall* calls, uint64_t count) {
+  try {
+    recorder->enter_planned_calls(calls, count);
+    return true;
+  } catch (const PythonError&) {
+    return false;
+  } catch (const std::exception& error) {
+    record_fault(error.what());
+  }
+  recorder->record_lost_call();
+  return true;
 }
 
 void hw_retract_call(CallRecorder* recorder, const Call* call) {

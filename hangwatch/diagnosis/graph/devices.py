@@ -82,8 +82,13 @@ class DeviceGroup:
         return (CallClass(ranks=list_equal_callers(self.streams, rank, seq), call=call),)
 
     def make_wait(self, rank: int, on_rank: int) -> Wait:
-        name = self.streams[rank].group.name
-        return Wait(rank=rank, on_rank=on_rank, group=name, seq=self.get_seq(rank))
+        name, seq = self.streams[rank].group.name, self.get_seq(rank)
+        awaited = self.streams[on_rank]
+        if awaited.loss is None:
+            # A device is not further than the hosts: it may be in a replay of a CUDA graph, which the
+            # backend does not count, before the call.
+            seq = min(seq, awaited.entered + 1)
+        return Wait(rank=rank, on_rank=on_rank, group=name, seq=seq)
 
     def get_queue_key(self, rank: int) -> tuple[float, ...]:
         """Sorts the groups of a rank by the first call that the device has not completed.
@@ -412,4 +417,7 @@ def _count_uncounted_calls(stream: CallStream, progress: DeviceProgress) -> int:
     """
     uncounted = stream.entered - progress.enqueued
     maximum = stream.uncounted_calls
-    return uncounted if maximum is None else min(uncounted, maximum)
+    # Each replay of a CUDA graph is another call that is not counted.
+    if maximum is None or stream.has_replays:
+        return uncounted
+    return min(uncounted, maximum)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nextafter
 
-from hangwatch.model.calls import ANY_SOURCE, Call, StreamKind, decode_invalid_peer
+from hangwatch.model.calls import ANY_SOURCE, Call, Signature, StreamKind, decode_invalid_peer
 from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
@@ -120,8 +120,8 @@ def get_op_name(stream: CallStream, seq: int | None = None) -> str:
     """The operation of call ``seq``, or of the newest call."""
     call = stream.calls.get(stream.entered if seq is None else seq)
     if call is not None:
-        return call.signature.op
-    return stream.op or "a collective"
+        return call.signature.title
+    return Signature(op=stream.op).title if stream.op else "a collective"
 
 
 def has_entered(stream: CallStream, rank: int, seq: int) -> bool:

@@ -127,14 +127,18 @@ def is_spinning(process: Process, since: float) -> bool:
     thread at one line. Such a host may wait for its device.
     """
     interval = _find_interval(process, since)
-    if interval is None or not is_busy(process):
+    if interval is None or not is_busy(process) or not has_device_calls(process):
         return False
-    has_device = any(
+    lines = find_lines(interval.newest.calling_thread)
+    return bool(lines) and lines == find_lines(interval.before.calling_thread)
+
+
+def has_device_calls(process: Process) -> bool:
+    """Whether some calls of a rank are queued for a device, as far as is known."""
+    return any(
         stream.device is not None or (stream.completed is None and stream.entered)
         for stream in process.streams.values()
     )
-    lines = find_lines(interval.newest.calling_thread)
-    return has_device and bool(lines) and lines == find_lines(interval.before.calling_thread)
 
 
 def needs_device_sample(process: Process, since: float) -> bool:

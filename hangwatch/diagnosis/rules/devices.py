@@ -302,7 +302,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         if 0 < len(ends) < len(ranks):
             summary += f"; the others wait for {describe_ranks(ends)}"
     limit_s = context.limits.stall_after_s
-    if any(map(_has_unfinished_count, waiting)):
+    if any(map(_has_unfinished_count, waiting)) or any(s.ends_with_replay for s in queued):
         limit_s += UNTIMED_GRACE_S
     verdict = make_no_progress_verdict(
         queued[0],
@@ -328,10 +328,11 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
         return False
     if process.rank in context.graph.silent_ranks or context.is_in_phase(process):
         return False
+    is_uncounted = newest.device is None or newest.ends_with_replay
     if any(stream.peer is not None and stream.entered for stream in process.streams.values()):
-        return newest.device is None or _has_unfinished_count(process)
+        return is_uncounted or _has_unfinished_count(process)
     state = newest.group_state
-    return newest.device is None and state is not None and not state.has_member_behind(newest)
+    return is_uncounted and state is not None and not state.has_member_behind(newest)
 
 
 def _find_newest_queued(process: Process) -> CallStream | None:
@@ -354,9 +355,11 @@ def _has_unfinished_count(process: Process) -> bool:
 
 def _is_seen_waiting(process: Process, since: float) -> bool | None:
     """Whether a stack shows that a rank's host waits; None if there is no evidence. Without counters, only
-    a host that is still inside torch.distributed is known to wait for its call.
+    a host that is still inside torch.distributed is known to wait for its call, unless that is a replay
+    of a CUDA graph: what it waits for then includes collectives.
     """
-    if _has_unfinished_count(process):
+    newest = _find_newest_queued(process)
+    if _has_unfinished_count(process) or (newest is not None and newest.ends_with_replay):
         if get_calling_thread_since(process, process.last_advanced_at) is None:
             return None  # a host that uses the CPU may be polling its device
         return is_process_waiting(process)

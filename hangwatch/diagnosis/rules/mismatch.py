@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind
+from hangwatch.model.calls import GRAPH_REPLAY, UNKNOWN_OP, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
@@ -60,6 +60,8 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     members, seq, outliers = mismatch.members, mismatch.seq, mismatch.outliers
     for rank, window in mismatch.calls_to_fetch:
         context.request_calls(rank, members[rank], window)
+    if mismatch.mixes_replays:
+        return
     processes = context.processes
     failed = {
         rank
@@ -259,6 +261,14 @@ class CallMismatch:
     @property
     def is_setup(self) -> bool:
         return next(iter(self.members.values())).kind is StreamKind.SETUP
+
+    @property
+    def mixes_replays(self) -> bool:
+        """Whether some members replayed a CUDA graph where others made a call, or may have. That may be one
+        of the calls of the graph: a rank may execute or capture them while others replay them already.
+        """
+        replay_count = sum(c.call.signature.op == GRAPH_REPLAY for c in self.calls)
+        return 0 < replay_count < len(self.classes)
 
     @property
     def reported_ranks(self) -> list[int]:

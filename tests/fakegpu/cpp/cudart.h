@@ -1,7 +1,7 @@
 // What the parts of the stand-in for libcudart share: error codes and the thread's last error.
 #pragma once
 
-#include "fakegpu.h"
+#include "graphs.h"
 
 using cudaError = int;
 
@@ -15,3 +15,16 @@ constexpr cudaError kNotSupported = 801;
 
 // Records the error for cudaGetLastError and returns it.
 cudaError fail(cudaError code);
+cudaError fail_unless_none(fakegpu::CaptureError error);
+
+// An event keeps what it was last recorded as. A graph's nodes share that with it, as they may outlive the event.
+struct EventSlot {
+    std::mutex mutex;
+    fakegpu::EventStatePtr state; // null until it is recorded
+
+    fakegpu::EventStatePtr load();
+    void store(fakegpu::EventStatePtr recorded);
+};
+struct Event {
+    std::shared_ptr<EventSlot> slot = std::make_shared<EventSlot>();
+};

@@ -132,6 +132,9 @@ cudaError fail(cudaError code) {
     tls_last_error = code;
     return code;
 }
+cudaError fail_unless_none(CaptureError error) {
+    return error == CaptureError::none ? kSuccess : fail(static_cast<cudaError>(error));
+}
 
 FAKEGPU_API cudaError cudaGetLastError() {
     const cudaError code = tls_last_error;
@@ -149,11 +152,32 @@ FAKEGPU_API const char* cudaGetErrorName(cudaError code) {
     case kInvalidDevice: return "cudaErrorInvalidDevice";
     case kNotReady: return "cudaErrorNotReady";
     case kNotSupported: return "cudaErrorNotSupported";
+    case 401: return "cudaErrorIllegalState";
+    case 900: return "cudaErrorStreamCaptureUnsupported";
+    case 901: return "cudaErrorStreamCaptureInvalidated";
+    case 902: return "cudaErrorStreamCaptureMerge";
+    case 903: return "cudaErrorStreamCaptureUnmatched";
+    case 904: return "cudaErrorStreamCaptureUnjoined";
+    case 905: return "cudaErrorStreamCaptureIsolation";
+    case 907: return "cudaErrorCapturedEvent";
+    case 908: return "cudaErrorStreamCaptureWrongThread";
     default: return "cudaErrorUnknown";
     }
 }
 FAKEGPU_API const char* cudaGetErrorString(cudaError code) {
-    return code == kOutOfMemory ? "out of memory" : cudaGetErrorName(code);
+    switch (code) {
+    case kOutOfMemory: return "out of memory";
+    case 401: return "the operation cannot be performed in the present state";
+    case 900: return "operation not permitted when stream is capturing";
+    case 901: return "operation failed due to a previous error during capture";
+    case 902: return "operation would result in a merge of separate capture sequences";
+    case 903: return "capture was not ended in the same stream as it began";
+    case 904: return "capturing stream has unjoined work";
+    case 905: return "dependency created on uncaptured work in another stream";
+    case 907: return "operation not permitted on an event last recorded in a capturing stream";
+    case 908: return "attempt to terminate a thread-local capture sequence from another thread";
+    default: return cudaGetErrorName(code);
+    }
 }
 
 FAKEGPU_API cudaError cudaGetDeviceCount(int* count) {

@@ -29,6 +29,10 @@ void copy_rows(char* to, size_t to_pitch, const char* from, size_t from_pitch, s
 }
 
 void copy_async(void* to, const void* from, size_t size, Stream* stream) {
+    if (is_capturing(stream)) { // a launch reads and writes host memory when it runs, pageable or not
+        enqueue(stream, [to, from, size] { std::memmove(to, from, size); }, true);
+        return;
+    }
     const bool from_pageable = find_block(from).kind == MemoryKind::unregistered;
     const bool to_pageable = find_block(to).kind == MemoryKind::unregistered;
     if (from_pageable && !is_stream_idle(stream)) {
@@ -42,8 +46,14 @@ void copy_async(void* to, const void* from, size_t size, Stream* stream) {
 
 } // namespace
 
-FAKEGPU_API cudaError cudaMalloc(void** pointer, size_t size) { return allocate_into(pointer, size, MemoryKind::device); }
-FAKEGPU_API cudaError cudaMallocAsync(void** pointer, size_t size, void*) { return cudaMalloc(pointer, size); }
+FAKEGPU_API cudaError cudaMalloc(void** pointer, size_t size) {
+    const CaptureError error = check_unsafe_call();
+    if (error != CaptureError::none) return fail_unless_none(error);
+    return allocate_into(pointer, size, MemoryKind::device);
+}
+FAKEGPU_API cudaError cudaMallocAsync(void** pointer, size_t size, void*) {
+    return allocate_into(pointer, size, MemoryKind::device);
+}
 FAKEGPU_API cudaError cudaMallocManaged(void** pointer, size_t size, unsigned) {
     return allocate_into(pointer, size, MemoryKind::managed);
 }
@@ -109,7 +119,7 @@ FAKEGPU_API cudaError cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* f
     const auto* source = static_cast<const char*>(from);
     enqueue(stream, [=] { copy_rows(target, to_pitch, source, from_pitch, width, height); }, true);
     const bool is_pageable = find_block(to).kind == MemoryKind::unregistered || find_block(from).kind == MemoryKind::unregistered;
-    if (is_pageable) synchronize_stream(stream);
+    if (is_pageable && !is_capturing(stream)) synchronize_stream(stream);
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaMemsetAsync(void* pointer, int value, size_t size, void* stream) {

@@ -3,17 +3,18 @@
 
 using namespace fakegpu;
 
+EventStatePtr EventSlot::load() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return state;
+}
+void EventSlot::store(EventStatePtr recorded) {
+    std::lock_guard<std::mutex> lock(mutex);
+    state = std::move(recorded);
+}
+
 namespace {
 
-struct Event {
-    std::mutex mutex;
-    EventStatePtr state; // null until it is recorded
-
-    EventStatePtr load() {
-        std::lock_guard<std::mutex> lock(mutex);
-        return state;
-    }
-};
+constexpr unsigned kExternal = 1; // the flag of events that a graph exchanges with what runs outside of it
 
 } // namespace
 
@@ -34,18 +35,35 @@ FAKEGPU_API cudaError cudaStreamGetPriority(void* stream, int* priority) {
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaStreamQuery(void* stream) {
+    const CaptureError error = check_synchronization(resolve_stream(stream));
+    if (error != CaptureError::none) return fail_unless_none(error);
     return is_stream_idle(resolve_stream(stream)) ? kSuccess : fail(kNotReady);
 }
 FAKEGPU_API cudaError cudaStreamSynchronize(void* stream) {
+    const CaptureError error = check_synchronization(resolve_stream(stream));
+    if (error != CaptureError::none) return fail_unless_none(error);
     synchronize_stream(resolve_stream(stream));
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaDeviceSynchronize() {
+    const CaptureError error = check_device_synchronization(current_device());
+    if (error != CaptureError::none) return fail_unless_none(error);
     synchronize_device(current_device());
     return kSuccess;
 }
-FAKEGPU_API cudaError cudaStreamWaitEvent(void* stream, Event* event, unsigned) {
-    wait_event(resolve_stream(stream), event->load());
+FAKEGPU_API cudaError cudaStreamWaitEvent(void* handle, Event* event, unsigned flags) {
+    Stream* stream = resolve_stream(handle);
+    if (flags == kExternal && is_capturing(stream)) {
+        auto prepare = [slot = event->slot]() -> Task {
+            return [state = slot->load()] { synchronize_event(state); };
+        };
+        capture_node(stream, prepare, true);
+        return kSuccess;
+    }
+    EventStatePtr state = event->slot->load();
+    if (!state) return kSuccess;
+    if (state->capture || is_capturing(stream)) return fail_unless_none(join_capture(stream, *state));
+    wait_event(stream, std::move(state));
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
@@ -57,26 +75,6 @@ FAKEGPU_API cudaError cudaStreamAddCallback(void* stream, void (*callback)(void*
     return kSuccess;
 }
 
-// There are no graphs: nothing is ever captured.
-FAKEGPU_API cudaError cudaStreamIsCapturing(void*, int* status) {
-    *status = 0;
-    return kSuccess;
-}
-FAKEGPU_API cudaError cudaStreamGetCaptureInfo_v2(void*, int* status) {
-    *status = 0;
-    return kSuccess;
-}
-FAKEGPU_API cudaError cudaStreamGetCaptureInfo_v3(void*, int* status) {
-    *status = 0;
-    return kSuccess;
-}
-FAKEGPU_API cudaError cudaStreamGetCaptureInfo(void*, int* status) {
-    *status = 0;
-    return kSuccess;
-}
-FAKEGPU_API cudaError cudaStreamBeginCapture(void*, int) { return fail(kNotSupported); }
-FAKEGPU_API cudaError cudaThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
-
 FAKEGPU_API cudaError cudaEventCreateWithFlags(Event** event, unsigned) {
     *event = new Event;
     return kSuccess;
@@ -87,27 +85,39 @@ FAKEGPU_API cudaError cudaEventDestroy(Event* event) {
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaEventRecord(Event* event, void* stream) {
-    EventStatePtr recorded = record_event(resolve_stream(stream));
-    std::lock_guard<std::mutex> lock(event->mutex);
-    event->state = std::move(recorded);
+    event->slot->store(record_event(resolve_stream(stream)));
     return kSuccess;
 }
-FAKEGPU_API cudaError cudaEventRecordWithFlags(Event* event, void* stream, unsigned) { return cudaEventRecord(event, stream); }
+FAKEGPU_API cudaError cudaEventRecordWithFlags(Event* event, void* handle, unsigned flags) {
+    Stream* stream = resolve_stream(handle);
+    if (flags != kExternal || !is_capturing(stream)) return cudaEventRecord(event, handle);
+    auto prepare = [slot = event->slot]() -> Task {
+        auto state = std::make_shared<EventState>();
+        slot->store(state);
+        return [state] { complete_event(*state); };
+    };
+    capture_node(stream, prepare, false);
+    return kSuccess;
+}
 FAKEGPU_API cudaError cudaEventQuery(Event* event) {
-    EventStatePtr state = event->load();
+    const CaptureError error = check_unsafe_call();
+    if (error != CaptureError::none) return fail_unless_none(error);
+    EventStatePtr state = event->slot->load();
+    if (state && state->capture) return fail_unless_none(CaptureError::captured_event);
     return !state || state->is_done ? kSuccess : fail(kNotReady);
 }
 FAKEGPU_API cudaError cudaEventSynchronize(Event* event) {
-    const EventStatePtr state = event->load();
+    const EventStatePtr state = event->slot->load();
+    if (state && state->capture) return fail_unless_none(CaptureError::captured_event);
     while (spins_in_synchronize() && state && !state->is_done) {
     }
     synchronize_event(state);
     return kSuccess;
 }
 FAKEGPU_API cudaError cudaEventElapsedTime(float* milliseconds, Event* from, Event* to) {
-    EventStatePtr begin = from->load();
-    EventStatePtr end = to->load();
-    if (!begin || !end) return fail(kInvalidValue);
+    EventStatePtr begin = from->slot->load();
+    EventStatePtr end = to->slot->load();
+    if (!begin || !end || begin->capture || end->capture) return fail(kInvalidValue);
     if (!begin->is_done || !end->is_done) return fail(kNotReady);
     *milliseconds = static_cast<float>(end->completed_at_ms - begin->completed_at_ms);
     return kSuccess;

@@ -163,12 +163,17 @@ std::vector<Fault> take_due(FaultState& state, const char* key, uint64_t count) 
     return due;
 }
 
+// Negative: endless.
+double kernel_ms(const Fault& fault) {
+    return fault.kind == "endless_kernel" ? -1 : static_cast<double>(fault.get("ms", 1000));
+}
+
 void act(const Fault& fault, Stream* stream) {
     if (fault.kind == "vanish") kill(getpid(), SIGKILL);
     if (fault.kind == "exit") _exit(static_cast<int>(fault.get("status", 1)));
     if (fault.kind == "async_error") faults().async_error = static_cast<int>(fault.get("code", 6));
-    if (fault.kind == "sleep_kernel") launch_blocked(stream, static_cast<double>(fault.get("ms", 1000)));
-    if (fault.kind == "endless_kernel") launch_blocked(stream, -1);
+    const bool is_kernel = fault.kind == "sleep_kernel" || fault.kind == "endless_kernel";
+    if (is_kernel) launch_blocked(stream, kernel_ms(fault));
     if (fault.kind == "endless_wait") wait_event(stream, std::make_shared<EventState>());
 }
 
@@ -182,19 +187,24 @@ int process_rank() {
     return rank;
 }
 
-void launch_blocked(Stream* stream, double milliseconds) {
+Task make_blocked_kernel(double milliseconds) {
     const uint64_t generation = faults().release_generation;
     const double until = now_ms() + milliseconds;
-    enqueue(
-        stream,
-        [generation, milliseconds, until] {
-            const double started = now_ms();
-            block_until([=] {
-                if (faults().release_generation != generation) return true;
-                return milliseconds >= 0 && now_ms() >= std::max(until, started + milliseconds);
-            });
-        },
-        false);
+    return [generation, milliseconds, until] {
+        const double started = now_ms();
+        block_until([=] {
+            if (faults().release_generation != generation) return true;
+            return milliseconds >= 0 && now_ms() >= std::max(until, started + milliseconds);
+        });
+    };
+}
+
+void launch_blocked(Stream* stream, double milliseconds) {
+    if (is_capturing(stream)) { // each launch of the graph blocks anew, until it is released
+        capture_node(stream, [milliseconds] { return make_blocked_kernel(milliseconds); }, true);
+        return;
+    }
+    enqueue(stream, make_blocked_kernel(milliseconds), false);
 }
 
 void count_launch(Stream* stream) {
@@ -208,7 +218,7 @@ void count_launch(Stream* stream) {
     for (const Fault& fault : due) act(fault, stream);
 }
 
-CollectivePlan plan_collective() {
+CollectivePlan plan_collective(bool is_replay) {
     FaultState& state = faults();
     std::vector<Fault> due;
     CollectivePlan plan;
@@ -219,7 +229,11 @@ CollectivePlan plan_collective() {
         plan.is_stalled = state.stall_from >= 0 && state.collectives >= static_cast<uint64_t>(state.stall_from);
         plan.delay_ms = state.slow_ms;
     }
-    for (const Fault& fault : due) act(fault, resolve_stream(nullptr));
+    for (const Fault& fault : due) {
+        const bool is_kernel = fault.kind == "endless_kernel" || fault.kind == "sleep_kernel";
+        if (is_replay && is_kernel) plan.kernel_before = make_blocked_kernel(kernel_ms(fault));
+        else act(fault, resolve_stream(nullptr));
+    }
     return plan;
 }
 

@@ -37,7 +37,7 @@ size_t fill_value_size(const char* name) {
     return 0;
 }
 
-std::function<void()> make_fill(void** arguments, size_t value_size) {
+Task make_fill(void** arguments, size_t value_size) {
     const int count = *static_cast<int*>(arguments[0]);
     uint64_t value = 0;
     std::memcpy(&value, arguments[1], value_size);
@@ -63,7 +63,7 @@ const char* kernel_name(HostFunction function) {
     return found == registry().names.end() ? "" : found->second;
 }
 
-std::function<void()> make_kernel(HostFunction function, void** arguments) {
+Task make_kernel(HostFunction function, void** arguments) {
     const char* name = kernel_name(function);
     // vectorized_elementwise_kernel<N, Functor, Array>(int count, Functor, Array) and its unrolled relative
     if (std::strstr(name, "elementwise_kernel")) {
@@ -73,8 +73,8 @@ std::function<void()> make_kernel(HostFunction function, void** arguments) {
 }
 
 void launch(Stream* stream, HostFunction function, void** arguments) {
-    count_launch(stream);
-    std::function<void()> kernel = make_kernel(function, arguments);
+    if (!is_capturing(stream)) count_launch(stream); // a launch of the graph counts
+    Task kernel = make_kernel(function, arguments);
     if (!kernel) kernel = [] {};
     enqueue(stream, std::move(kernel), true);
 }

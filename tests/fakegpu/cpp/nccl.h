@@ -17,6 +17,8 @@ constexpr size_t kSlotBytes = 512 << 10; // what one rank posts in one round
 constexpr size_t kMailBytes = 128 << 10; // what one sender posts to one receiver
 
 enum class Kind : int { all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter, send, recv };
+constexpr int kKinds = 10;
+inline bool is_point_to_point(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
 
 // What all members must agree on.
 struct Signature {
@@ -82,12 +84,16 @@ class Segment {
     Header* header_;
 };
 
+class Profiler;
+
 struct Communicator {
-    std::string name;
+    std::string name;  // of its segment: equal on all members, and different from all others'
+    std::string label; // what the program calls it, if anything
     int rank = 0;
     int size = 0;
     int device = 0;
     std::shared_ptr<Segment> segment;
+    std::shared_ptr<Profiler> profiler; // null: no plugin
     std::atomic<bool> is_aborted{false};
     std::atomic<bool> is_vanished_peer{false};
     uint32_t barriers = 0;      // of the device's side
@@ -101,8 +107,8 @@ struct Communicator {
 };
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
-CommunicatorPtr join(const std::string& name, int size, int rank);
-CommunicatorPtr split(const CommunicatorPtr& parent, int color, int key);
+CommunicatorPtr join(const std::string& name, const std::string& label, int size, int rank);
+CommunicatorPtr split(const CommunicatorPtr& parent, const std::string& label, int color, int key);
 bool has_dead_peer(Communicator& communicator);
 
 // Waits until `is_ready()`; false if the communicator was aborted meanwhile.

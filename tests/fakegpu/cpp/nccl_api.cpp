@@ -1,5 +1,5 @@
 // libnccl's functions: communicators, errors, versions and memory.
-#include "nccl.h"
+#include "nccl_profiler.h"
 
 #include <cstdio>
 #include <cstring>
@@ -17,10 +17,33 @@ struct UniqueId {
 
 using Handle = void*;
 
-int join_into(Handle* handle, int size, const UniqueId& id, int rank) {
+// The head of ncclConfig_t. The name is there from 2.27 on.
+struct Configuration {
+    size_t size;
+    unsigned magic;
+    unsigned version;
+    int options[4];
+    const char* network;
+    int more_options[2];
+    const char* name;
+};
+constexpr unsigned kConfigurationMagic = 0xcafebeef;
+
+std::string label_of(const void* pointer, const std::string& fallback = "") {
+    const auto* configuration = static_cast<const Configuration*>(pointer);
+    if (!configuration) return fallback;
+    const bool has_name = configuration->magic == kConfigurationMagic && configuration->size >= sizeof *configuration;
+    return has_name && configuration->name ? configuration->name : "";
+}
+
+int join_into(Handle* handle, int size, const UniqueId& id, int rank, const void* configuration) {
     if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) return kInvalidArgument;
-    *handle = add_communicator(join(id.text, size, rank));
+    *handle = add_communicator(join(id.text, label_of(configuration), size, rank));
     return kSuccess;
+}
+
+void close_profiler(Communicator& communicator) {
+    if (communicator.profiler) communicator.profiler->close();
 }
 
 void leave(Handle handle, uint32_t how) {
@@ -46,24 +69,25 @@ FAKEGPU_API int ncclGetUniqueId(UniqueId* id) {
     return kSuccess;
 }
 
-FAKEGPU_API int ncclCommInitRankConfig(Handle* handle, int size, UniqueId id, int rank, void*) {
-    return join_into(handle, size, id, rank);
+FAKEGPU_API int ncclCommInitRankConfig(Handle* handle, int size, UniqueId id, int rank, void* configuration) {
+    return join_into(handle, size, id, rank, configuration);
 }
 FAKEGPU_API int ncclCommInitRank(Handle* handle, int size, UniqueId id, int rank) {
-    return join_into(handle, size, id, rank);
+    return join_into(handle, size, id, rank, nullptr);
 }
-FAKEGPU_API int ncclCommInitRankScalable(Handle* handle, int size, int rank, int, UniqueId* ids, void*) {
-    return join_into(handle, size, ids[0], rank);
+FAKEGPU_API int ncclCommInitRankScalable(Handle* handle, int size, int rank, int, UniqueId* ids,
+                                         void* configuration) {
+    return join_into(handle, size, ids[0], rank, configuration);
 }
-FAKEGPU_API int ncclCommSplit(Handle handle, int color, int key, Handle* created, void*) {
+FAKEGPU_API int ncclCommSplit(Handle handle, int color, int key, Handle* created, void* configuration) {
     CommunicatorPtr parent = find_communicator(handle);
     if (!parent) return kInvalidArgument;
-    CommunicatorPtr child = split(parent, color, key);
+    CommunicatorPtr child = split(parent, label_of(configuration, parent->label), color, key);
     *created = child ? add_communicator(child) : nullptr;
     return kSuccess;
 }
 // The remaining members call it; no exchange is needed, as all give the same list.
-FAKEGPU_API int ncclCommShrink(Handle handle, int* excluded, int count, Handle* created, void*, int) {
+FAKEGPU_API int ncclCommShrink(Handle handle, int* excluded, int count, Handle* created, void* configuration, int) {
     CommunicatorPtr parent = find_communicator(handle);
     if (!parent) return kInvalidArgument;
     int size = 0;
@@ -76,7 +100,7 @@ FAKEGPU_API int ncclCommShrink(Handle handle, int* excluded, int count, Handle* 
         ++size;
     }
     const std::string name = parent->name + ".shrunk" + std::to_string(++parent->children);
-    *created = add_communicator(join(name, size, my_rank));
+    *created = add_communicator(join(name, label_of(configuration, parent->label), size, my_rank));
     return kSuccess;
 }
 FAKEGPU_API int ncclCommInitAll(Handle* handles, int count, const int*) {
@@ -84,18 +108,23 @@ FAKEGPU_API int ncclCommInitAll(Handle* handles, int count, const int*) {
     if (count != 1) return kInvalidUsage;
     UniqueId id;
     ncclGetUniqueId(&id);
-    return join_into(handles, 1, id, 0);
+    return join_into(handles, 1, id, 0, nullptr);
 }
 
 FAKEGPU_API int ncclCommAbort(Handle handle) {
+    CommunicatorPtr communicator = find_communicator(handle);
     leave(handle, 2);
+    if (communicator) close_profiler(*communicator);
     remove_communicator(handle);
     return kSuccess;
 }
 FAKEGPU_API int ncclCommFinalize(Handle) { return kSuccess; }
 FAKEGPU_API int ncclCommDestroy(Handle handle) {
     CommunicatorPtr communicator = find_communicator(handle);
-    if (communicator) communicator->segment->rank(communicator->rank).gone = 1;
+    if (communicator) {
+        communicator->segment->rank(communicator->rank).gone = 1;
+        close_profiler(*communicator);
+    }
     remove_communicator(handle);
     return kSuccess;
 }

@@ -1,5 +1,5 @@
 // Communicators: how their members meet, split off smaller ones, and notice that one is gone.
-#include "nccl.h"
+#include "nccl_profiler.h"
 
 #include <algorithm>
 #include <csignal>
@@ -34,17 +34,19 @@ bool is_process_gone(int pid) {
 
 } // namespace
 
-CommunicatorPtr join(const std::string& name, int size, int rank) {
+CommunicatorPtr join(const std::string& name, const std::string& label, int size, int rank) {
     auto communicator = std::make_shared<Communicator>();
     communicator->name = name;
+    communicator->label = label;
     communicator->rank = rank;
     communicator->size = size;
     communicator->device = current_device();
     communicator->segment = std::make_shared<Segment>(name, size, rank);
+    communicator->profiler = Profiler::open(*communicator);
     return communicator;
 }
 
-CommunicatorPtr split(const CommunicatorPtr& parent, int color, int key) {
+CommunicatorPtr split(const CommunicatorPtr& parent, const std::string& label, int color, int key) {
     Segment& segment = *parent->segment;
     auto meet = [&] {
         const uint32_t target = ++parent->host_barriers;
@@ -73,7 +75,7 @@ CommunicatorPtr split(const CommunicatorPtr& parent, int color, int key) {
     while (members[rank].second != parent->rank) ++rank;
     char name[160];
     std::snprintf(name, sizeof name, "%s.%u.%d", parent->name.c_str(), child, color);
-    return join(name, static_cast<int>(members.size()), rank);
+    return join(name, label, static_cast<int>(members.size()), rank);
 }
 
 bool has_dead_peer(Communicator& communicator) {

@@ -2,7 +2,7 @@
 //
 // A task that cannot block (a copy, an event's record) runs in the caller when the stream is idle: the device is then
 // infinitely fast, and a job of several ranks needs few context switches. A full queue blocks the host, as on a GPU.
-#include "fakegpu.h"
+#include "graphs.h"
 
 #include <cstdlib>
 #include <ctime>
@@ -151,6 +151,7 @@ Stream* resolve_stream(void* handle) {
 void destroy_stream(Stream*) {}
 
 int stream_priority(Stream* stream) { return stream->priority(); }
+int stream_device(Stream* stream) { return stream->device(); }
 bool is_stream_idle(Stream* stream) { return stream->is_idle(); }
 void synchronize_stream(Stream* stream) { stream->synchronize(); }
 
@@ -165,28 +166,32 @@ void synchronize_device(int device) {
     }
 }
 
-void enqueue(Stream* stream, std::function<void()> task, bool inline_ok) {
+void enqueue(Stream* stream, Task task, bool inline_ok) {
+    if (is_capturing(stream)) {
+        capture_node(stream, [task] { return task; }, !inline_ok);
+        return;
+    }
     stream->enqueue(std::move(task), inline_ok);
 }
 
 EventStatePtr record_event(Stream* stream) {
     auto event = std::make_shared<EventState>();
-    stream->enqueue(
-        [event] {
-            {
-                std::lock_guard<std::mutex> lock(wait_mutex());
-                event->completed_at_ms = now_ms();
-                event->is_done = true;
-            }
-            wait_condition().notify_all();
-        },
-        true);
+    if (!capture_event(stream, *event)) stream->enqueue([event] { complete_event(*event); }, true);
     return event;
+}
+
+void complete_event(EventState& event) {
+    {
+        std::lock_guard<std::mutex> lock(wait_mutex());
+        event.completed_at_ms = now_ms();
+        event.is_done = true;
+    }
+    wait_condition().notify_all();
 }
 
 void wait_event(Stream* stream, EventStatePtr event) {
     if (!event || event->is_done) return;
-    stream->enqueue([event] { synchronize_event(event); }, false);
+    enqueue(stream, [event] { synchronize_event(event); }, false);
 }
 
 void synchronize_event(const EventStatePtr& event) {

@@ -1,12 +1,14 @@
-"""What one NCCL call costs its thread, in turns of CALLS calls each: `call_cost.py TURNS CALLS`, on one rank.
+"""What one NCCL call costs its thread, in turns of CALLS calls each: `call_cost.py TURNS CALLS`, on two ranks.
 
-Prints {"call_ns": […], "status_ns": […], "dump_ns": […]}: by turn; of reading the Flight Recorder's counters; of reading
-its recorded calls as well. The last two are empty where it is off.
+Rank 0 prints {"call_ns": […], "graph_ns": […], "status_ns": […], "dump_ns": […]}: a call, and the replay of a CUDA graph with
+200 of them, by turn; reading the Flight Recorder's counters; reading its recorded calls as well. The last two are empty
+where it is off.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 STATUS_READINGS, DUMP_READINGS = 100, 5
 GROUPS = 8  # the counters of these are read
+GRAPH_CALLS, GRAPH_REPLAYS = 200, 10  # in a graph; of it in a turn
 
 
 def time_turns(turns: int, calls: int) -> list[float]:
@@ -33,6 +36,25 @@ def time_turns(turns: int, calls: int) -> list[float]:
     return result
 
 
+def time_replays(turns: int) -> list[float]:
+    """Nanoseconds that a replay takes the host, the median of each turn."""
+    tensor = torch.ones(64).to("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            dist.all_reduce(tensor)
+    result = []
+    for _ in range(turns):
+        times = []
+        for _ in range(GRAPH_REPLAYS):
+            began = time.perf_counter_ns()
+            graph.replay()
+            times.append(time.perf_counter_ns() - began)
+            torch.cuda.synchronize()
+        result.append(float(sorted(times)[GRAPH_REPLAYS // 2]))
+    return result
+
+
 def time_readings(read: Callable[[], object], count: int) -> list[float]:
     times = []
     for _ in range(count):
@@ -44,20 +66,28 @@ def time_readings(read: Callable[[], object], count: int) -> list[float]:
 
 def main() -> None:
     turns, calls = map(int, sys.argv[1:])
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     tensor = torch.ones(64).to("cuda")
     for _ in range(GROUPS - 1):
-        dist.all_reduce(tensor, group=dist.new_group([0]))
+        dist.all_reduce(tensor, group=dist.new_group())
     time_turns(3, calls)
     call_ns = time_turns(turns, calls)
+    graph_ns = time_replays(turns)
     # Only in CUDA builds, so a type checker over a CPU build does not know it.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
     status_ns, dump_ns = [], []
     if json.loads(dump(includeCollectives=False))["pg_status"]:
         status_ns = time_readings(lambda: dump(includeCollectives=False), STATUS_READINGS)
         dump_ns = time_readings(lambda: dump(includeCollectives=True), DUMP_READINGS)
-    print(json.dumps({"call_ns": call_ns, "status_ns": status_ns, "dump_ns": dump_ns}))
+    if dist.get_rank() == 0:
+        figures = {
+            "call_ns": call_ns,
+            "graph_ns": graph_ns,
+            "status_ns": status_ns,
+            "dump_ns": dump_ns,
+        }
+        print(json.dumps(figures))
     dist.destroy_process_group()
 
 

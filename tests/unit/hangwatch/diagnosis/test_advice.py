@@ -84,6 +84,7 @@ def make_stack(
          "waits for the reply of another rank"),
         ([("_store_based_barrier", f"{TORCH_LIB}/distributed/distributed_c10d.py"),
           ("init_rpc", f"{TORCH_LIB}/distributed/rpc/__init__.py")], "waits for other ranks in a rendezvous"),
+        ([("rendezvous", f"{TORCH_LIB}/distributed/_symmetric_memory/__init__.py")], "waits for other ranks in a rendezvous"),
         ([("Condition.wait", f"{PYTHON_LIB}/multiprocessing/synchronize.py"), ("Barrier._wait", f"{PYTHON_LIB}/threading.py"),
           ("Barrier.wait", f"{PYTHON_LIB}/threading.py")], "waits at a barrier"),
         ([("Pdb.cmdloop", f"{PYTHON_LIB}/pdb.py")], "waits for user input"),

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from hangwatch.diagnosis.hardware import MAX_HOSTS_READ
-from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
+from hangwatch.model.hardware import (
+    JOB_DIAGNOSTICS,
+    Observation,
+    ObservedValue,
+    UnavailableSource,
+    Weight,
+)
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import REREAD_AFTER_S, Limits
 from hangwatch.model.verdicts import Verdict
@@ -221,6 +228,39 @@ def test_hosts_are_read_once_and_again_while_it_lasts() -> None:
     job.advance_time(REREAD_AFTER_S + 1.0)
     job.send_heartbeats()
     assert list_requested() == hosts
+
+
+def test_one_host_examines_the_whole_job_and_only_once() -> None:
+    job = make_stalled_job()
+    for _ in range(int(STALL_AFTER_S) + 2):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+
+    def list_examining() -> list[int]:
+        return [request.rank for request in job.run_diagnosis().requests if request.whole_job]
+
+    assert list_examining() == [3], "the last one"
+    report_hardware(job, {number: [] for number in range(4)})
+    job.advance_time(REREAD_AFTER_S + 1.0)
+    job.send_heartbeats()
+    assert list_examining() == []
+
+
+def test_findings_of_nccl_come_first_with_a_remedy() -> None:
+    nccl = partial(observe, source=JOB_DIAGNOSTICS)
+    found = [
+        nccl("differs_between_ranks", "NCCL_ALGO", now="Ring on ranks {0}", weight=Weight.HINT),
+        nccl("earlier_xid", "host node7", now="79"),
+        nccl("inactive_nvlinks", "ranks {3} of communicator 0x12", now="1 of 4"),
+    ]
+    verdict = find_verdict(make_stalled_job(), {0: found, 1: [], 2: [LINK_DOWN], 3: []})
+    assert (
+        "NCCL itself reports: host node7 has reported Xid 79 (the GPU has fallen off the bus) since"
+        " NCCL started or was last asked; the GPUs of ranks {3} of communicator 0x12 have inactive"
+        " NVLinks (1 of 4 ranks). Take the node out of service and restart it; if the error returns,"
+        " the GPU needs a repair. Of 4 hosts, node2 alone reports a fault"
+    ) in verdict.advice
+    assert "NCCL_ALGO" not in verdict.advice
 
 
 def test_number_of_hosts_that_are_read_is_bounded() -> None:

@@ -1,25 +1,36 @@
-"""Every c10d operator has one complete entry, from which all other tables follow."""
+"""Every operator that communicates has one complete entry, from which all other tables follow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed
+import torch.distributed._symmetric_memory
 
 from hangwatch.model.operators import (
     FLIGHT_OPERATIONS,
     LOCAL_OPERATORS,
+    NCCL_OPERATIONS,
     OPERATIONS,
     OPERATORS,
+    SYMMETRIC_OPERATORS,
     BusFactor,
     MustMatch,
 )
 
-SCHEMAS = {
-    schema.name.removeprefix("c10d::"): schema
-    for schema in torch._C._jit_get_all_schemas()
-    if schema.name.startswith("c10d::")
-}
+
+def find_schemas(library: str) -> dict[str, torch._C.FunctionSchema]:
+    """The schemas of a library's operators, by their names in it."""
+    prefix = f"{library}::"
+    return {
+        schema.name.removeprefix(prefix): schema
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith(prefix)
+    }
+
+
+SCHEMAS = find_schemas("c10d")
+SYMMETRIC_SCHEMAS = find_schemas("symm_mem")
 
 
 def has_group(schema: torch._C.FunctionSchema) -> bool:
@@ -32,7 +43,8 @@ def test_every_operator_of_torch_is_known_or_local_or_recorded_generically() -> 
 
 
 def test_names_are_unique() -> None:
-    assert len(OPERATIONS) == len(OPERATORS)
+    known = (*OPERATORS.values(), *SYMMETRIC_OPERATORS.values(), *NCCL_OPERATIONS)
+    assert len(OPERATIONS) == len(known)
     aliases = [name for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names]
     assert len(aliases) == len(set(aliases))
     assert not set(aliases) & set(FLIGHT_OPERATIONS)
@@ -58,6 +70,34 @@ def test_entry_is_complete_and_fits_the_schema(name: str) -> None:
     assert (spec.must_match is not MustMatch.NOTHING) == moves_data
     assert bool(spec.input_arg) == (moves_data and not name.startswith("recv"))
     assert bool(spec.analyzer_name) != spec.is_p2p
+
+
+def test_operators_on_symmetric_memory_that_name_a_group_are_known() -> None:
+    grouped = {
+        name
+        for name, schema in SYMMETRIC_SCHEMAS.items()
+        if any(
+            str(argument.type) == "str" and argument.name == "group_name"
+            for argument in schema.arguments
+        )
+    }
+    # This one returns the buffers of the other members, which is local from the second call on.
+    assert grouped - set(SYMMETRIC_OPERATORS) == {"get_remote_tensors"}
+
+
+@pytest.mark.parametrize("name", sorted(set(SYMMETRIC_OPERATORS) & set(SYMMETRIC_SCHEMAS)))
+def test_entry_of_symmetric_memory_fits_the_schema(name: str) -> None:
+    spec = SYMMETRIC_OPERATORS[name]
+    arguments = {
+        argument.name: str(argument.type) for argument in SYMMETRIC_SCHEMAS[name].arguments
+    }
+    assert "Tensor" in arguments[spec.tensors_arg]
+    assert ("root" in arguments) == spec.is_rooted
+    assert (not arguments.keys().isdisjoint({"reduce_op", "red_op"})) == (
+        MustMatch.REDUCE_OP in spec.must_match
+    )
+    assert not spec.returns_work
+    assert not spec.analyzer_name
 
 
 def test_bus_factors() -> None:

@@ -44,7 +44,7 @@ def test_reply_is_read_as_it_was_sent() -> None:
         Command(id="b", kind=CommandKind.CALLS, key="1-1", uid=3, from_seq=5, to_seq=9, step=4),
         Command(id="c", kind=CommandKind.TRACE, key="1-1", after=-1, op="send", values=True),
         Command(id="d", kind=CommandKind.RECORD, key="1-1", seconds=5, rate=100, gil=True),
-        Command(id="e", kind=CommandKind.HARDWARE, key="1-1", since_s=3.5),
+        Command(id="e", kind=CommandKind.HARDWARE, key="1-1", since_s=3.5, whole_job=True),
     )
     reply = HeartbeatReply(
         interval_s=2.0, steady_s=4.0, urgent=True, resync=True, clock_s=7.5, commands=commands

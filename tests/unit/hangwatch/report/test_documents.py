@@ -16,6 +16,7 @@ from hangwatch.model.incidents import (
     Recovery,
     Resolution,
 )
+from hangwatch.model.kernels import Kernel, RankKernels
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Frame
 from hangwatch.model.verdicts import (
@@ -137,6 +138,15 @@ INCIDENT = Incident(
         ),
         MergedStack(ranks=(0, 2), source="py-spy", taken_at=MOMENT, error="no permission"),
     ),
+    kernels=(
+        RankKernels(
+            rank=1,
+            source="cuda-gdb",
+            taken_at=MOMENT,
+            kernels=(Kernel(name="spin", device=3, grid=(2, 1, 1), block=(128, 1, 1)),),
+        ),
+        RankKernels(rank=2, source="cuda-gdb", taken_at=MOMENT, error="no permission"),
+    ),
     recovery=Recovery(
         state="done",
         scope="culprits",
@@ -181,6 +191,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
         "hardware",
         "hardware_missing",
         "stacks",
+        "kernels",
         "recovery",
     }
 
@@ -233,6 +244,7 @@ def test_events_leave_out_large_fields() -> None:
         "calls",
         "waits",
         "stacks",
+        "kernels",
         "device",
         "hardware",
         "hardware_missing",

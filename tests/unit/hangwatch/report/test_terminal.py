@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
+from hangwatch.model.kernels import Kernel
 from hangwatch.report import terminal
 from hangwatch.report import text as words
-from hangwatch.report.terminal import format_devices, format_stack, merge_equal_stacks
+from hangwatch.report.terminal import (
+    describe_incident_kernels,
+    describe_kernels,
+    format_devices,
+    format_stack,
+    merge_equal_stacks,
+)
 from hangwatch.stacks.frames import is_library
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
@@ -439,3 +446,30 @@ def test_devices_in_the_same_position_share_a_line() -> None:
         " default_pg"
     )
     assert list(format_devices({})) == []
+
+
+def test_kernels_are_shown_for_all_ranks_that_run_the_same() -> None:
+    nccl = {"name": "ncclDevKernel_AllReduce", "grid": [4, 1, 1], "block": [512, 1, 1]}
+    own = {"name": "spin\x1b[2J", "grid": [2, 3, 1], "block": [16, 8, 1]}
+    moment = {"source": "cuda-gdb", "taken_at": "2026-01-01T00:00:00Z"}
+    kernels = [{"rank": rank, "kernels": [nccl], **moment} for rank in (0, 1, 2)]
+    kernels.append({"rank": 3, "kernels": [own], **moment})
+    kernels.append({"rank": 4, "kernels": [], **moment})
+    kernels.append({"rank": 5, "error": "cuda-gdb is not installed", **moment})
+    assert list(describe_incident_kernels({"kernels": kernels})) == [
+        "rank 3's device runs spin (6 x 128 threads) (cuda-gdb)",
+        "rank 4's device runs no kernel (cuda-gdb)",
+        "the devices of ranks 0-2 run ncclDevKernel_AllReduce (4 x 512 threads) (cuda-gdb)",
+        "the kernels of rank 5 are not known: cuda-gdb is not installed",
+    ]
+    assert list(describe_incident_kernels({})) == []
+
+
+def test_many_different_kernels_are_abbreviated() -> None:
+    kernels = {
+        rank: tuple(Kernel(name=f"k{number}") for number in range(rank, rank + 6))
+        for rank in range(9)
+    }
+    text = describe_kernels(kernels)
+    assert text.startswith("rank 0's device runs k0 (1 x 1 threads), k1 (1 x 1 threads)")
+    assert "and 3 more" in text and text.endswith("; the other devices run others")

@@ -6,7 +6,7 @@ import asyncio
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import CommandKind
-from hangwatch.protocol.heartbeat import Heartbeat, StackReply
+from hangwatch.protocol.heartbeat import Heartbeat, KernelsReply, StackReply
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import ACCEPTED_FOR_S, REQUEST_EXPIRES_S, CommandQueue
 from tests.unit.server.attempts import make_attempt
@@ -48,6 +48,23 @@ def test_command_waits_for_an_agent_that_reports_rarely() -> None:
     command_queue.request_evidence(job, wants, 150.0)
     command_queue.drop_expired(150.0 + REQUEST_EXPIRES_S + 1.0, report_interval_s=0.5)
     assert command_queue.take_unsent("a") == ()
+
+
+def test_kernels_are_not_requested_again_while_a_debugger_may_read_them() -> None:
+    command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+    wants = [EvidenceRequest(rank=1, kernels=True)]
+    command_queue.request_evidence(job, wants, 100.0)
+    (command,) = command_queue.take_unsent("a")
+    assert (command.kind, command.key) == (CommandKind.KERNELS, "1-1")
+    later = 100.0 + ACCEPTED_FOR_S - 1.0
+    command_queue.drop_expired(later, report_interval_s=0.5)
+    command_queue.request_evidence(job, wants, later)
+    assert command_queue.take_unsent("a") == ()
+    reply = KernelsReply(key="1-1", request=command.id, source="cuda-gdb")
+    other = KernelsReply(key="1-1", request="another", source="cuda-gdb")
+    beat = Heartbeat(host="n", agent="a", number=1, kernels=(reply, other))
+    kept, unrequested = command_queue.accept_replies(beat)
+    assert (kept.kernels, unrequested) == ((reply,), 1)
 
 
 def test_only_what_was_requested_is_accepted_once() -> None:

@@ -19,6 +19,8 @@ from hangwatch.agent.cli.commands.doctor import (
     judge_responses,
 )
 from hangwatch.agent.environment import run_dir
+from hangwatch.agent.node.stacks import cuda_gdb
+from hangwatch.agent.recorder.native import build
 from hangwatch.agent.transport.client import Reply, ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
@@ -110,6 +112,29 @@ def test_unreachable_server() -> None:
     assert "refuses connections" in finding.detail and "start hangwatch-server" in finding.remedy
 
 
+def test_nccl_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is built for a job that asks for it, and a job's own profiler is left alone."""
+
+    def check(env: dict[str, str]) -> list[tuple[bool | None, str]]:
+        return [(finding.ok, finding.detail) for finding in doctor.check_plugin(env)]
+
+    monkeypatch.setattr(build, "build_plugin", lambda env: Path("/cache/plugin.so"))
+    assert check({}) == check({"HANGWATCH_NCCL": "off"}) == []
+    assert check({"HANGWATCH_NCCL": "calls"}) == [
+        (True, "/cache/plugin.so, for HANGWATCH_NCCL=calls")
+    ]
+    assert check({"HANGWATCH_NCCL": "all"}) == [(False, "HANGWATCH_NCCL=all counts as off")]
+    own = {"HANGWATCH_NCCL": "device", "NCCL_PROFILER_PLUGIN": "/opt/inspector.so"}
+    ((ok, detail),) = check(own)
+    assert ok is None and "another plugin" in detail
+
+    def fail(env: dict[str, str]) -> Path:
+        raise build.BuildError("no compiler")
+
+    monkeypatch.setattr(build, "build_plugin", fail)
+    assert check({"HANGWATCH_NCCL": "calls"}) == [(None, "none: no compiler")]
+
+
 def test_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python recorder is a reason to warn only if the native one was requested."""
 
@@ -159,3 +184,20 @@ def test_setting_that_makes_torch_count_devices(
 )
 def test_torch_without_nccl_has_no_finding(probe: CommandResult) -> None:
     assert list(doctor.check_devices(probe, {})) == []
+
+
+def test_kernels_are_checked_only_where_the_job_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(cuda_gdb, "_TOOLKIT_PATHS", ())
+    assert list(doctor.check_kernels({})) == []
+    (finding,) = doctor.check_kernels({"HANGWATCH_GPU_STACKS": "1"})
+    assert finding.ok is None and "cuda-gdb" in finding.remedy
+    (tmp_path / "cuda-gdb").touch(0o755)
+    (finding,) = doctor.check_kernels({"HANGWATCH_GPU_STACKS": "1"})
+    assert finding.ok and finding.detail == f"{tmp_path}/cuda-gdb"
+    (finding,) = doctor.check_kernels({"HANGWATCH_GPU_CORE": "1"})
+    assert finding.ok is None and "HANGWATCH_ON_HANG=abort" in finding.remedy
+    env = {"HANGWATCH_GPU_CORE": "1", "HANGWATCH_ON_HANG": "abort"}
+    assert [finding.ok for finding in doctor.check_kernels(env)] == [True]

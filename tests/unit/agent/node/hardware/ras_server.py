@@ -71,10 +71,36 @@ TIMEOUT
 
 """
 
+# In the format of NCCL 2.32.3.
+DIAGNOSTICS = """\
+node0:100 NCCL DIAG === RAS Diagnostics ===
+node0:100 NCCL DIAG [OK]   GPU inventory: 8x NVIDIA H100 per node consistent across 16 ranks in comm 0x1234
+node0:100 NCCL DIAG [INFO] CUDA driver version: mismatch across 16 ranks in comm 0x1234, rank(s) {8,9} differ from rank 0 (13000)
+node0:100 NCCL DIAG [INFO] ECC: uncorrected volatile errors on rank(s) {3} (worst=2) across 16 ranks in comm 0x1234
+node0:100 NCCL DIAG [INFO] NVLink: inactive link(s) on rank(s) {0,1,2,3,4,5,6,7,...} (N=9) across 16 ranks in comm 0x1234
+node0:100 NCCL DIAG [INFO] NVLink: inactive link(s) on rank(s) {0,1} across 2 ranks in comm 0x77
+node0:100 NCCL DIAG [INFO] NCCL environment: mismatch across 16 ranks in comm 0x1234 for NCCL_ALGO
+node0:100 NCCL DIAG [INFO] NCCL environment: NCCL_ALGO=Ring on rank(s) {0,1,2,3,4,5,6,7,...} (N=15)
+node0:100 NCCL DIAG [INFO] NCCL environment: NCCL_ALGO=(unset) on rank(s) {15}
+node0:100 NCCL DIAG [INFO] NCCL environment: 1 NCCL_* env var(s) differ across ranks in comm 0x1234
+node0:100 NCCL DIAG [INFO] ECC: diagnostics incomplete, gathered 1/2 ranks in comm 0x78/0x1/0x2
+node0:100 NCCL DIAG [INFO] IOMMU mode: enabled (DMA remapping) for 2 relevant device(s) across 16/16 ranks in comm 0x1234
+node0:100 NCCL DIAG [INFO] Xid/SXid: no kernel-log source was available on host node2
+node0:100 NCCL DIAG [INFO] Xid 79 detected 1 time on host node1.example.org. For the recommended response, see the documentation
+node0:100 NCCL DIAG [INFO] Xid 31 detected at least 65535 times on host node1. Restart the affected application. For guidance, see
+node0:100 NCCL DIAG [OK]   Xid 63 detected 1 time on host node1. No user action or further investigation is required for this Xid.
+node0:100 NCCL DIAG [INFO] SXid 12028 detected 2 times (NVSwitch driver reported Fatal, link(s) {3,5}) on host node2. See the
+node0:100 NCCL DIAG RAS diagnostics completed in 12.3 ms across 16 RAS peers
+"""
+
 
 @contextlib.contextmanager
-def serve_report(report: str, *, has_json: bool = True, hangs: bool = False) -> Iterator[str]:
-    """The address of a server with that report. ``hangs``: it never answers the query."""
+def serve_report(
+    report: str, *, has_json: bool = True, hangs: bool = False, diagnostics: str | None = None
+) -> Iterator[str]:
+    """The address of a server with that report. ``hangs``: it never answers the query. It knows the
+    command ``diagnostics`` if there are any.
+    """
     stop = threading.Event()
 
     class Handler(socketserver.StreamRequestHandler):
@@ -90,6 +116,13 @@ def serve_report(report: str, *, has_json: bool = True, hangs: bool = False) -> 
                         stop.wait(60)
                     self.wfile.write(report.encode())
                     return
+                elif command.startswith("timeout "):
+                    self.wfile.write(b"OK\n")
+                elif command == "diagnostics" and diagnostics is not None:
+                    self.wfile.write(diagnostics.encode())
+                    return
+                else:  # the connection stays open
+                    self.wfile.write(f"ERROR: Unknown command {command}\n".encode())
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

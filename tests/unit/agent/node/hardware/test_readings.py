@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 
 from hangwatch.agent.node.hardware.monitor import (
     MAX_BASELINES,
@@ -19,6 +21,9 @@ SECOND_NS = 1_000_000_000
 
 def observe(what: str, now: int | str, **flags: object) -> Observation:
     return Observation(source="s", about="a", what=what, now=now, **flags)  # type: ignore[arg-type]
+
+
+FOUND = Observation(source="job", about="a", what="sxid", now=0, is_abnormal=True)
 
 
 def read(at_s: float, *observations: Observation) -> Reading:
@@ -72,3 +77,30 @@ def test_number_of_baselines_is_bounded() -> None:
     assert result is not None
     (change,) = result[0].observations
     assert change.before == 11
+
+
+def test_job_is_examined_on_request_and_not_again_for_one_hang() -> None:
+    examined = itertools.count(1)
+    sources = [
+        Source(name="s", probe=lambda _: [observe("state", "up", is_abnormal=True)]),
+        Source(
+            name="job",
+            probe=lambda _: [replace(FOUND, now=next(examined))],
+            examines_job=True,
+        ),
+    ]
+    monitor = HardwareMonitor(lambda: None, sources=sources)
+
+    def read_sources(*, whole_job: bool, onset_ns: int = 0) -> list[tuple[str, object]]:
+        command = Command(id="r", kind=CommandKind.HARDWARE, key="1-1", whole_job=whole_job)
+        order = HardwareOrder(pids=(), command=command, onset_ns=onset_ns)
+        result = monitor.execute_order(order)
+        assert result is not None
+        return [(o.source, o.now) for o in result[0].observations]
+
+    assert read_sources(whole_job=False) == [("s", "up")]
+    assert read_sources(whole_job=True) == [("s", "up"), ("job", 1)]
+    assert read_sources(whole_job=False) == [("s", "up"), ("job", 1)]
+    assert next(examined) == 2
+    later_ns = time.monotonic_ns() + SECOND_NS
+    assert read_sources(whole_job=False, onset_ns=later_ns) == [("s", "up")]

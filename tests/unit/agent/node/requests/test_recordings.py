@@ -12,26 +12,22 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.hardware.monitor import HardwareMonitor
 from hangwatch.agent.node.reporting.uplink import Outbox
 from hangwatch.agent.node.requests import recordings
-from hangwatch.agent.node.requests.commands import CommandExecutor
 from hangwatch.agent.node.requests.recordings import (
     RecordingOrder,
     RecordingWorker,
     build_command,
 )
-from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
-from hangwatch.agent.node.stacks.sampler import StackSampler
 from hangwatch.agent.node.system.processes import read_stat
-from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply
 from hangwatch.protocol.heartbeat import Heartbeat
 from hangwatch.stacks.profile import unpack_profile
 from tests.simulation.waiting import wait_for_value, wait_until
 
 from ..discovery.test_rings import make_ring, watch_ring
+from .test_commands import make_executor
 
 PID = os.getpid()
 TICKS = read_stat(PID).start_ticks
@@ -184,15 +180,7 @@ def test_every_request_gets_a_reply(tmp_path: Path) -> None:
     w = watch_ring(make_ring(tmp_path))
     pyspy, outbox = PySpy(path=None), Outbox()
     recordings = RecordingWorker(pyspy, lambda: None)
-    executor = CommandExecutor(
-        {w.key: w},
-        StackSampler(pyspy, lambda: None, recordings.preempt_recording),
-        recordings,
-        HardwareMonitor(lambda: None),
-        TraceRequests(),
-        outbox,
-        AgentLog(),
-    )
+    executor = make_executor(w, outbox, recordings=recordings)
     for n, key in enumerate(("7-7", "7-8", w.key)):
         command = Command(id=f"r{n}", kind=CommandKind.RECORD, key=key, seconds=1, rate=1)
         executor.execute_command(command, 0)

@@ -349,8 +349,12 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     ("launcher", "state", "idle_s"),
-    [([], "S", 3), (["sh", "-c", '"$@"; exit', "sh"], "t", 10)],
-    ids=["own child", "another debugger"],
+    [
+        ([], "S", 3),
+        (["sh", "-c", '"$@"; exit', "sh"], "S", 3),
+        (["sh", "-c", '"$@" & exit', "sh"], "t", 10),
+    ],
+    ids=["own child", "started by a script", "another debugger"],
 )
 def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
     launcher: list[str], state: str, idle_s: int
@@ -382,6 +386,7 @@ def test_process_that_our_reader_holds_is_neither_stopped_nor_idle(
     [
         pytest.param("t (tracing stop)", 9, "Tgid: OWN\nPPid: 1\n", True, id="own thread"),
         pytest.param("t (tracing stop)", 9, "Tgid: 9\nPPid: OWN\n", True, id="own child"),
+        pytest.param("t (tracing stop)", 9, "Tgid: 9\nPPid: 8\n", True, id="below own child"),
         pytest.param("t (tracing stop)", 9, "Tgid: 9\nPPid: 1\n", False, id="another"),
         pytest.param("t (tracing stop)", 0, "", False, id="in another container"),
         pytest.param("R (running)", 0, "", True, id="the pause has just ended"),
@@ -391,7 +396,9 @@ def test_own_tracer(
     tmp_path: Path, state: str, tracer: int, tracer_status: str, is_own: bool
 ) -> None:
     tracer_status = tracer_status.replace("OWN", str(os.getpid()))
-    for pid, status in ((7, f"State: {state}\nTracerPid: {tracer}\n"), (9, tracer_status)):
+    held_status = f"State: {state}\nTracerPid: {tracer}\n"
+    own_child_status = f"Tgid: 8\nPPid: {os.getpid()}\n"
+    for pid, status in ((7, held_status), (8, own_child_status), (9, tracer_status)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "status").write_text(status)
     assert processes.is_traced_by_own(7, str(tmp_path)) is is_own

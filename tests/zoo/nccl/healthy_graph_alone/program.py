@@ -1,0 +1,47 @@
+"""Rank 0 alone replays a graph for 3 seconds that has no collectives, while the others wait for its next call for as long."""
+
+import os
+import time
+
+import earlier_calls
+import torch
+import torch.distributed as dist
+
+
+def capture(tensor, layers):
+    """A step with so many all-reduces, as serving captures it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(layers):
+            dist.all_reduce(tensor)
+    return graph
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    earlier_calls.make(share=0.5)
+    rank = dist.get_rank()
+    hidden = torch.ones(64, device="cuda")
+    dist.all_reduce(hidden)
+    torch.cuda.synchronize()
+    decode = capture(hidden, layers=8)
+    for number in range(earlier_calls.count(0.5)):
+        decode.replay()
+        if number % 50 == 49:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    alone = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(alone):
+        hidden.mul_(1)
+    began = time.monotonic()
+    while rank == 0 and time.monotonic() - began < 3:
+        alone.replay()
+        torch.cuda.synchronize()
+    decode.replay()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A library calls NCCL itself, whose hosts run ahead of devices that are busy for 6 seconds."""
+
+import os
+
+import device_faults
+import earlier_calls
+import raw_nccl
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    earlier_calls.make(share=0.5)
+    tensor_parallel = raw_nccl.Communicator("tp")
+    tensor_parallel.make_calls(earlier_calls.count(0.5))
+    hidden = torch.ones(64, device="cuda")
+    device_faults.launch_sleep_kernel(6)
+    for _ in range(300):
+        tensor_parallel.all_reduce(hidden)
+    torch.cuda.synchronize()
+    tensor_parallel.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
