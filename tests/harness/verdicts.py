@@ -105,7 +105,7 @@ def check_program(
         except launchers.MissingLauncherError as error:
             outcome.problems.append(str(error))
             return outcome
-        except httpx.HTTPError as error:  # it must not keep the other programs from running
+        except httpx.HTTPError as error:  # a failed server must not end the other programs
             outcome.problems.append(f"the server failed: {error}")
         finally:
             cleanup_problems = clean_up_job(folder / "run")
